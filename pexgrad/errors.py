@@ -1,0 +1,30 @@
+"""The errors of the library. Every one derives from `PexgradError` and says what to do."""
+
+from __future__ import annotations
+
+
+class PexgradError(Exception):
+    """Base of every error that pexgrad raises on purpose."""
+
+
+class InputError(PexgradError, ValueError):
+    """An argument does not fit: a name, a shape, a dtype, a batch size, an option."""
+
+
+class LossError(PexgradError, ValueError):
+    """The loss returned something that is not one number, or one number per example."""
+
+
+class TraceError(PexgradError, RuntimeError):
+    """The model has no static graph, or a part of it that cannot be rewritten exactly."""
+
+
+class MixedExamplesError(PexgradError, RuntimeError):
+    """The output of one example depends on another example, so rows are not defined."""
+
+
+class VerificationError(PexgradError, RuntimeError):
+    """The rows of the traced pipeline differ from the definition on a small batch."""
+
+
+ANY_MODEL = 'strategy="naive" takes any model'

@@ -1,0 +1,10 @@
+"""Factors: the per-example gradient of one use of one parameter, unevaluated. All the algebra lives here."""
+
+from ._base import Factor as Factor
+from .broadcast import Broadcast as Broadcast
+from .conv import Conv as Conv
+from .conv import Geometry as Geometry
+from .dense import Replay as Replay
+from .dense import Rows as Rows
+from .outer import Outer as Outer
+from .scatter import Scatter as Scatter

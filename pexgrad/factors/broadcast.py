@@ -1,0 +1,35 @@
+"""The broadcast factor: row b is the sum over positions of g[b] * r[b].
+
+    G[b, f] = sum_t g[b, t, f] r[b, t, f]        r = 1 where it is None
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._base import Factor
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast(Factor):
+    """Biases, scales and shifts of norms, parameters expanded over the batch."""
+
+    g: Tensor  # (b, t, f)
+    r: Tensor | None  # (b, t, f)
+    shape: tuple[int, ...]  # numel = f
+    dtype: torch.dtype
+
+    @property
+    def batch(self) -> int:
+        return self.g.shape[0]
+
+    def narrow(self, start: int, length: int) -> Broadcast:
+        r = None if self.r is None else self.r.narrow(0, start, length)
+        return Broadcast(self.g.narrow(0, start, length), r, self.shape, self.dtype)
+
+    def rows(self) -> Tensor:
+        product = self.g if self.r is None else self.g * self.r
+        return product.sum(1).reshape(self.batch, *self.shape).to(self.dtype)

@@ -1,0 +1,66 @@
+"""Dense factors: rows that are there already, and the fallback that replays an operation for each example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._base import Factor
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Factor):
+    """Rows as they are."""
+
+    values: Tensor  # (b, *shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.values.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.values.dtype
+
+    @property
+    def batch(self) -> int:
+        return self.values.shape[0]
+
+    def narrow(self, start: int, length: int) -> Rows:
+        return Rows(self.values.narrow(0, start, length))
+
+    def rows(self) -> Tensor:
+        return self.values
+
+
+@dataclass(frozen=True, eq=False)
+class Replay(Factor):
+    """The fallback: exact for any operation, one vector-Jacobian product of it for each example."""
+
+    vjp_of_example: Callable[[int], Tensor]  # b -> (*shape)
+    vjp_of_weights: Callable[[Tensor], Tensor]  # (batch,) -> (*shape)
+    start: int
+    length: int
+    total: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def batch(self) -> int:
+        return self.length
+
+    def narrow(self, start: int, length: int) -> Replay:
+        return Replay(
+            self.vjp_of_example, self.vjp_of_weights, self.start + start, length, self.total, self.shape, self.dtype
+        )
+
+    def rows(self) -> Tensor:
+        return torch.stack([self.vjp_of_example(b) for b in range(self.start, self.start + self.length)])
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        padded = weights.new_zeros(self.total)
+        padded[self.start : self.start + self.length] = weights
+        return self.vjp_of_weights(padded)

@@ -1,0 +1,43 @@
+"""Joining the uses of one operand: factors that differ only in their positions become one along them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import torch
+
+from ._base import Factor
+from .broadcast import Broadcast
+from .conv import Conv
+from .outer import Outer
+from .scatter import Scatter
+
+
+def join(factors: Sequence[Factor]) -> list[Factor]:
+    """Factors of one operand, joined along t where their other axes agree."""
+    groups: dict[Hashable, list[Factor]] = {}
+    for f in factors:
+        groups.setdefault(_signature(f), []).append(f)
+    return [_cat(same) if len(same) > 1 else same[0] for same in groups.values()]
+
+
+def _signature(f: Factor) -> Hashable:
+    if isinstance(f, Outer):
+        return Outer, f.g.shape[2:], f.x.shape[2:]
+    if isinstance(f, Scatter):
+        return Scatter, f.g.shape[2:]
+    if isinstance(f, Broadcast):
+        return Broadcast, f.g.shape[2:], f.r is None
+    if isinstance(f, Conv):
+        return Conv, f.g.shape[2:], f.x.shape[2:], f.geometry
+    return id(f)
+
+
+def _cat(same: list[Factor]) -> Factor:
+    fields = {}
+    for name in ("g", "x", "r", "ids"):
+        values = [getattr(f, name, None) for f in same]
+        if values[0] is not None:
+            fields[name] = torch.cat(values, 1)
+    return replace(same[0], **fields)  # type: ignore[type-var]

@@ -1,0 +1,159 @@
+"""What every value in a traced graph depends on, and where its batch is.
+
+A value is *batched* when it depends on the inputs or has the batch size in its shape; every other value is
+*parameter-only* (parameters, buffers, constants and what is computed from them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from .errors import ANY_MODEL, TraceError
+from .trace import Trace
+
+aten = torch.ops.aten
+
+# writes norm-limited rows back into the table: each example's rows get what it alone would give them
+_BENIGN_WRITES = {aten.embedding_renorm_.default}
+
+
+@dataclass(frozen=True)
+class State:
+    """What a value depends on: the inputs' data, and which trainable parameters with a gradient."""
+
+    from_input: bool = False
+    params: frozenset[str] = frozenset()
+
+    def __or__(self, other: State) -> State:
+        return State(self.from_input or other.from_input, self.params | other.params)
+
+
+@dataclass
+class Flow:
+    """Dependencies of every node of `trace`, at the moment the node runs."""
+
+    states: dict[fx.Node, State] = field(default_factory=dict)
+    operands: dict[fx.Node, dict[fx.Node, State]] = field(default_factory=dict)  # as read by each node
+    grad_enabled: dict[fx.Node, bool] = field(default_factory=dict)
+    writes: dict[fx.Node, set[int]] = field(default_factory=dict)  # storages that an in-place node changes
+    batch: Any = None
+
+    def batched(self, node: fx.Node) -> bool:
+        """Whether the node's value belongs to examples."""
+        return self.states[node].from_input or bool(batch_dims(value(node), self.batch))
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value of a node."""
+    return node.meta.get("val")
+
+
+def has_batch(size: Any, batch: Any) -> bool:
+    """Whether a symbolic size contains the batch size."""
+    return isinstance(size, torch.SymInt) and batch in size.node.expr.free_symbols
+
+
+def batch_dims(val: Any, batch: Any) -> tuple[int, ...]:
+    """The dimensions of a fake tensor whose size contains the batch size."""
+    if not isinstance(val, Tensor):
+        return ()
+    return tuple(i for i, n in enumerate(val.shape) if has_batch(n, batch))
+
+
+def fold_factor_of(val: Any, batch: Any) -> int | None:
+    """k where a fake tensor has one batch dimension, of size k times the batch size; None elsewhere."""
+    dims = batch_dims(val, batch)
+    if len(dims) != 1:
+        return None
+    factor = val.shape[dims[0]].node.expr / batch
+    return int(factor) if factor.is_number and factor.is_integer else None
+
+
+def storage(node: fx.Node) -> int | None:
+    """An identity of the memory behind a node's value, shared by its views."""
+    val = value(node)
+    return val.untyped_storage()._cdata if isinstance(val, Tensor) and val.layout == torch.strided else None
+
+
+def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that an in-place operation writes to."""
+    if not isinstance(node.target, OpOverload):
+        return
+    for argument, schema in _bind(node):
+        if schema.alias_info is not None and schema.alias_info.is_write:
+            yield from (a for a in _nodes(argument))
+
+
+def _bind(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    schema = node.target._schema.arguments
+    yield from zip(node.args, schema, strict=False)
+    by_name = {s.name: s for s in schema}
+    yield from ((v, by_name[k]) for k, v in node.kwargs.items() if k in by_name)
+
+
+def _nodes(argument: Any) -> Iterator[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, lambda n: found.append(n) or n)
+    yield from found
+
+
+def is_differentiable(val: Any) -> bool:
+    """Whether a fake value is, or holds, a floating or complex tensor."""
+    if isinstance(val, tuple | list):
+        return any(map(is_differentiable, val))
+    return isinstance(val, Tensor) and (val.dtype.is_floating_point or val.dtype.is_complex)
+
+
+def analyse(trace: Trace, trainable: set[str]) -> Flow:
+    """Follow data, gradients and in-place writes through the graph, in order."""
+    flow = Flow(batch=trace.batch)
+    start = {trace.params[k]: State(params=frozenset([k])) for k in trainable}
+    start |= {node: State(from_input=True) for node in trace.inputs}
+    written: dict[int, State] = {}
+    enabled, depth = True, []
+
+    for node in trace.graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = node.args[0]
+            depth.append(node)
+        flow.grad_enabled[node] = enabled
+        reads = {n: flow.states[n] | written.get(storage(n), State()) for n in node.all_input_nodes}
+        flow.operands[node] = reads
+        state = start.get(node, State())
+        for read in reads.values():
+            state = state | read
+        if not enabled or node.target is aten.detach.default or not is_differentiable(value(node)):
+            state = State(state.from_input)
+        flow.states[node] = state
+        flow.writes[node] = set()
+        for target in mutated_operands(node):
+            key = storage(target)
+            if key is not None and node.target not in _BENIGN_WRITES:
+                written[key] = written.get(key, State()) | state
+                flow.writes[node].add(key)
+    if not enabled:
+        where = depth[-1].meta.get("source", "")
+        raise TraceError(
+            f"the model switches gradients off ({where}) and leaves them off; use `with torch.no_grad():`, or {ANY_MODEL}"
+        )
+    return flow
+
+
+def where(node: fx.Node) -> str:
+    """A node for a message: operation, module path, and the user's line."""
+    path, source = node.meta.get("path", ""), node.meta.get("source", "")
+    return f"{operation(node)}" + (f" in module '{path}'" if path else "") + (f" at {source}" if source else "")
+
+
+def operation(node: fx.Node) -> str:
+    """The short name of a node's operation: `conv2d`, `add_`."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return target._schema.name.split("::")[-1]
+    return getattr(target, "__name__", str(target))

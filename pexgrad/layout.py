@@ -1,0 +1,69 @@
+"""Where the examples are in a tensor: which dimension, and which part of a fold.
+
+A batch dimension of size `lead * B * trail` holds example b at the positions (i, b, j): a plain batch has
+lead = trail = 1, `(B*T, ...)` has trail = T, `(T*B, ...)` has lead = T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .flow import batch_dims, fold_factor_of
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of the batch in a tensor."""
+
+    dim: int = 0
+    lead: int = 1
+    trail: int = 1
+
+    @property
+    def fold(self) -> int:
+        """How many positions of the batch dimension belong to one example."""
+        return self.lead * self.trail
+
+    def view(self, x: Tensor, batch: int) -> Tensor:
+        """(b, lead, trail, *rest): a view with the batch first."""
+        parts = x.unflatten(self.dim, (self.lead, batch, self.trail))
+        return parts.movedim((self.dim + 1, self.dim, self.dim + 2), (0, 1, 2))
+
+    def split(self, x: Tensor, batch: int) -> Tensor:
+        """(b, t, *rest): the batch first, then the t = lead * trail positions of the fold."""
+        return self.view(x, batch).flatten(1, 2)
+
+    def example(self, x: Tensor, batch: int, b: int) -> Tensor:
+        """Example b as a batch of one, in the place where the batch was."""
+        parts = x.unflatten(self.dim, (self.lead, batch, self.trail))
+        return parts.narrow(self.dim + 1, b, 1).flatten(self.dim, self.dim + 2)
+
+    def only(self, x: Tensor, batch: int, b: int) -> Tensor:
+        """`x` with every example but b replaced by zeros."""
+        out = torch.zeros_like(x)
+        self.view(out, batch)[b] = self.view(x, batch)[b]
+        return out
+
+    def scale(self, x: Tensor, weights: Tensor) -> Tensor:
+        """`x` with example b multiplied by `weights[b]`."""
+        shape = [1] * x.dim()
+        shape[self.dim] = -1
+        each = weights[None, :, None].expand(self.lead, -1, self.trail).reshape(shape)
+        return x * each.to(x.dtype)
+
+
+def candidates(fake: Any, symbol: Any) -> Iterator[Layout]:
+    """Every layout that a tensor's symbolic shape allows, the likeliest first."""
+    dims = batch_dims(fake, symbol)
+    if len(dims) != 1:
+        return
+    k = fold_factor_of(fake, symbol)
+    if k is None:
+        return
+    for lead in sorted(d for d in range(1, k + 1) if k % d == 0):  # lead = 1, the outer fold, is the common one
+        yield Layout(dims[0], lead, k // lead)

@@ -1,0 +1,164 @@
+"""Stage 7: the loss of each example.
+
+The definition is `loss(model(x_b), y_b).sum()` on a batch of one. A loss that returns one value or more per
+example is used as it is; a scalar one is evaluated on each example's slice of the output, except for
+the losses of torch.nn and torch.nn.functional given directly, whose reduction is done per example instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import trees
+from .errors import LossError
+
+Loss = Callable[[Any, Any], Tensor]
+Slices = Callable[[int], Any]  # b -> the output of example b as a batch of one
+PerExample = Callable[[Any, Any], Tensor | None]  # None: these shapes need the definition
+
+# losses whose reduction="none" is elementwise in output and target of one shape
+_ELEMENTWISE = {
+    F.mse_loss: nn.MSELoss,
+    F.l1_loss: nn.L1Loss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss,
+    F.kl_div: nn.KLDivLoss,
+    F.hinge_embedding_loss: nn.HingeEmbeddingLoss,
+    F.soft_margin_loss: nn.SoftMarginLoss,
+}
+# losses over classes, whose mean is weighted by the targets' classes
+_CLASSES = {F.cross_entropy: nn.CrossEntropyLoss, F.nll_loss: nn.NLLLoss}
+
+
+def vectorised(loss: Loss) -> PerExample | None:
+    """The per-example form of a loss of torch given directly, or of a partial of one; None for any other."""
+    function, settings = _unwrap(loss)
+    if function in _ELEMENTWISE:
+        return functools.partial(_elementwise, function, settings)
+    if function in _CLASSES:
+        return functools.partial(_classes, function, settings)
+    return None
+
+
+def _unwrap(loss: Loss) -> tuple[Any, dict[str, Any]]:
+    if isinstance(loss, functools.partial) and not loss.args:
+        return loss.func, dict(loss.keywords)
+    for function, module_type in (_ELEMENTWISE | _CLASSES).items():
+        if type(loss) is module_type:
+            names = inspect.signature(function).parameters
+            settings = {k: getattr(loss, k) for k in names if hasattr(loss, k) and k not in ("input", "target")}
+            return function, settings
+    return loss, {}
+
+
+def _reduction(settings: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The reduction and the other settings; None where deprecated settings decide it."""
+    rest = dict(settings)
+    if rest.pop("size_average", None) is not None or rest.pop("reduce", None) is not None:
+        return None
+    return rest.pop("reduction", "mean"), rest
+
+
+def _elementwise(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Tensor | None:
+    reduction = _reduction(settings)
+    if reduction is None or not isinstance(output, Tensor) or not isinstance(y, Tensor):
+        return None
+    how, rest = reduction
+    # a weight, or a target of another shape, is broadcast: against a batch, perhaps along the batch
+    if output.shape != y.shape or rest.get("weight") is not None or rest.get("pos_weight") is not None:
+        return None
+    each = function(output, y, reduction="none", **rest).reshape(output.shape[0], -1)
+    return each.mean(1) if how == "mean" else each.sum(1)
+
+
+def _classes(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Tensor | None:
+    reduction = _reduction(settings)
+    if reduction is None or not isinstance(output, Tensor) or not isinstance(y, Tensor) or output.dim() < 2:
+        return None
+    how, rest = reduction
+    if y.shape[:1] != output.shape[:1]:
+        return None
+    each = function(output, y, reduction="none", **rest).reshape(output.shape[0], -1)  # (b, positions)
+    if how != "mean":
+        return each.sum(1)
+    if y.is_floating_point():  # class probabilities: a plain mean over positions
+        return each.mean(1)
+    return each.sum(1) / _class_weights(y, output, rest).sum(1)
+
+
+def _class_weights(y: Tensor, output: Tensor, settings: dict[str, Any]) -> Tensor:
+    """(b, positions): the weight of each target in the mean; zero where it is ignored."""
+    labels = y.reshape(output.shape[0], -1)
+    counted = labels != settings.get("ignore_index", -100)
+    weight = settings.get("weight")
+    if weight is None:
+        return counted.to(output.dtype)
+    return weight[labels.where(counted, 0)] * counted
+
+
+class ExampleLosses:
+    """`loss` as a function from the output of a batch to (B,) losses, one per example."""
+
+    def __init__(self, loss: Loss):
+        self.loss = loss
+        self.vectorised = vectorised(loss)
+
+    def takes_batches(self, output: Any, slices: Slices, y: Any, batch: int) -> bool:
+        """Whether the loss of a whole batch gives one value per example; decided on a batch of at least two."""
+        try:
+            value = self.loss(output, y)
+        except Exception:  # noqa: BLE001 - it may be written for one example; then this raises the user's error
+            self.loss(slices(0), trees.examples(y, 0, 1))
+            return False
+        self._check_tensor(value)
+        if value.dim() == 0:
+            return False
+        self._check_shape(value, batch)
+        self._scalar(self.loss(slices(0), trees.examples(y, 0, 1)))
+        return True
+
+    def of_batch(self, output: Any, y: Any, batch: int) -> Tensor:
+        """(b,): a loss that takes batches, summed over what is not the batch."""
+        value = self.loss(output, y)
+        self._check_tensor(value)
+        self._check_shape(value, batch)
+        return value.flatten(1).sum(1) if value.dim() > 1 else value
+
+    def of_slices(self, slices: Slices, y: Any, batch: int) -> Tensor:
+        """(b,): the definition, one example after the other."""
+        return torch.stack([self._scalar(self.loss(slices(b), trees.examples(y, b, b + 1))) for b in range(batch)])
+
+    def _check_shape(self, value: Tensor, batch: int) -> None:
+        if value.dim() == 0 or value.shape[0] != batch:
+            raise LossError(
+                f"{_name(self.loss)} returned shape {tuple(value.shape)} for a batch of {batch}; return one number, "
+                f"or ({batch}, ...) with the losses of each example"
+            )
+
+    def _scalar(self, value: Any) -> Tensor:
+        self._check_tensor(value)
+        if value.dim() > 0 and value.shape[0] != 1:
+            raise LossError(
+                f"{_name(self.loss)} returned shape {tuple(value.shape)} for a single example; return one number, or (1, ...)"
+            )
+        return value.sum()
+
+    def _check_tensor(self, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            raise LossError(f"{_name(self.loss)} returned {type(value).__name__}, not a tensor")
+        if not value.is_floating_point():
+            raise LossError(f"{_name(self.loss)} returned {value.dtype}; a loss must be real and floating-point")
+
+
+def _name(loss: Any) -> str:
+    return f"the loss {getattr(loss, '__name__', type(loss).__name__)}"

@@ -1,0 +1,159 @@
+"""One input signature, traced: all stages put together, and the function that they make."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import trees
+from .evaluate import BoundSite, cotangents, factors
+from .flow import batch_dims, fold_factor_of, value
+from .jacobian import Jacobian, join_uses
+from .layout import Layout
+from .loss import ExampleLosses
+from .plan import Use, nodes_needed, plan_site
+from .probe import Layouts, first_layouts, probe
+from .pullback import Window, find_window
+from .rebind import Bound
+from .rewrite import Output, rewrite
+from .sample import Sample, draw
+from .sites import Site, find_sites
+from .still import StandStill
+from .tap import Program, Slots, tap
+from .trace import Trace, trace
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """How the graph's outputs become the model's output, whole or for one example."""
+
+    trace: Trace
+    layouts: list[Layout | None]
+    copied: list[bool]  # the batch dimension is ours: the model's own output has none
+
+    def whole(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's output for the batch."""
+        return self.trace.output(tensors)
+
+    def example(self, tensors: Sequence[Tensor], batch: int, b: int) -> Any:
+        """The model's output for example b as a batch of one."""
+        parts = [t if at is None else at.example(t, batch, b) for t, at in zip(tensors, self.layouts, strict=True)]
+        return self.trace.output([p[0] if c else p for p, c in zip(parts, self.copied, strict=True)])
+
+    def plain(self) -> bool:
+        """Whether every output has the batch on dimension 0, as torch's own losses expect."""
+        return all(at == Layout() for at in self.layouts) and not any(self.copied)
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A traced model: from parameters and inputs to the Jacobian."""
+
+    trace: Trace
+    program: Program
+    sites: list[BoundSite]
+    outputs: Outputs
+    windows: dict[fx.Node, Window | None]
+    loss: ExampleLosses
+    loss_takes_batches: bool
+
+    def jacobian(
+        self, params: dict[str, Tensor], trainable: Sequence[str], buffers: Sequence[Tensor], x: Any, y: Any,
+        batch: int, *, conv_rule: str, create_graph: bool,
+    ) -> Jacobian:  # fmt: skip
+        """Forward, cotangents and factors for one batch."""
+        forward = self.program.run([*params.values(), *buffers, *trees.tensors(trees.as_call(x))])
+        with torch.enable_grad():
+            losses = self.losses(forward.outputs, y, batch)
+        grads = cotangents(forward, losses, create_graph)
+        uses = []
+        with torch.set_grad_enabled(create_graph), without_autocast(losses.device.type):
+            for site in self.sites:
+                for operand, v, factor in factors(site, forward, grads, batch, conv_rule, create_graph):
+                    uses.append((operand, v, factor, self.windows[operand.node]))
+            terms = join_uses(uses)
+        leaves = {k: params[k] for k in trainable}
+        return Jacobian(losses if create_graph else losses.detach(), leaves, terms, create_graph)
+
+    def losses(self, tensors: list[Tensor], y: Any, batch: int) -> Tensor:
+        """(B,) losses from the tensors of the model's output."""
+        if self.loss.vectorised is not None and self.outputs.plain():
+            losses = self.loss.vectorised(self.outputs.whole(tensors), y)
+            if losses is not None:
+                return losses
+        if self.loss_takes_batches:
+            return self.loss.of_batch(self.outputs.whole(tensors), y, batch)
+        return self.loss.of_slices(lambda b: self.outputs.example(tensors, batch, b), y, batch)
+
+
+def without_autocast(device: str) -> Any:
+    """Rules compute in the dtypes of what they are given."""
+    if not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def build(
+    model: Bound, loss: ExampleLosses, params: dict[str, Tensor], trainable: set[str], x: Any, y: Any, batch: int
+) -> tuple[Pipeline, Sample]:
+    """Trace, rewrite, find the sites, tap, and probe on a few examples, which are returned too."""
+    traced = trace(model, params, trainable, x)
+    if not traced.serves(batch):
+        traced = trace(model, params, trainable, x, hint=batch)
+    kinds = rewrite(traced, params, trainable)
+    sites = find_sites(traced, trainable)
+    uses = [plan_site(s, traced.batch) for s in sites]
+    windows = {o.node: find_window(traced, o, params) for s in sites for o in s.operands}
+    program = tap(traced, sites, uses)
+    sample = draw(traced.serves, params, trainable, x, y, batch)
+    with StandStill():
+        layouts = _layouts(traced, sites, program, sample, list(model.buffers().values()))
+        outputs = Outputs(traced, layouts.outputs, [k is Output.COPIED for k in kinds])
+        takes_batches = _takes_batches(loss, program, outputs, sample, list(model.buffers().values()))
+    bound = _bind(traced, sites, uses, program.slots, layouts)
+    return Pipeline(traced, program, bound, outputs, windows, loss, takes_batches), sample
+
+
+def _layouts(traced: Trace, sites: list[Site], program: Program, sample: Sample, buffers: list[Tensor]) -> Layouts:
+    if sample.batch < 2:  # a graph for batches of one: whatever there is belongs to the one example
+        return first_layouts(traced, sites, program)
+    return probe(traced, sites, program, [*sample.params.values(), *buffers], sample.inputs())
+
+
+def _takes_batches(
+    loss: ExampleLosses, program: Program, outputs: Outputs, sample: Sample, buffers: list[Tensor]
+) -> bool:
+    if any(outputs.copied) or sample.batch < 2:
+        return False
+    forward = program.run([*sample.params.values(), *buffers, *sample.inputs()])
+    tensors = [t.detach() for t in forward.outputs]
+    if loss.vectorised is not None and outputs.plain() and loss.vectorised(outputs.whole(tensors), sample.y) is not None:
+        return False
+    one = lambda b: outputs.example(tensors, sample.batch, b)  # noqa: E731
+    return loss.takes_batches(outputs.whole(tensors), one, sample.y, sample.batch)
+
+
+def _bind(
+    traced: Trace, sites: list[Site], uses: list[list[Use]], slots: list[Slots], layouts: Layouts
+) -> list[BoundSite]:
+    edges, bound = iter(layouts.edges), []
+    for site, site_uses, slot in zip(sites, uses, slots, strict=True):
+        own = tuple(next(edges) for _ in site.outputs)
+        bound.append(BoundSite(site, site_uses, slot, own, _residual_layouts(site, site_uses, own[0], traced)))
+    return bound
+
+
+def _residual_layouts(site: Site, uses: list[Use], at: Layout, traced: Trace) -> dict[fx.Node, Layout]:
+    """Where the batch is in each residual: the same part of the same fold as in the activation."""
+    found = {}
+    for node in nodes_needed(uses, site):
+        dims = batch_dims(value(node), traced.batch)
+        if len(dims) == 1:
+            same = fold_factor_of(value(node), traced.batch) == at.fold
+            found[node] = Layout(dims[0], at.lead, at.trail) if same else Layout(dims[0])
+    return found

@@ -1,0 +1,164 @@
+"""Stage 6, once per trace: do the examples mix, and where is the batch in each activation?
+
+The program runs on a few examples. Changing one must change no other example's output; the gradient of one
+example's output must reach only that example's part of an activation. The second is exactly what makes a rule's
+row exact, and tells the outer part of a fold from the inner one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from .errors import MixedExamplesError
+from .flow import batch_dims, value, where
+from .layout import Layout, candidates
+from .sample import changed
+from .sites import Site
+from .tap import Forward, Program
+from .trace import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Layouts:
+    """Where the batch is in the outputs (None: an output without one) and in the activations."""
+
+    outputs: list[Layout | None]
+    edges: list[Layout]
+
+
+def probe(trace: Trace, sites: list[Site], program: Program, tensors: list[Tensor], inputs: list[Tensor]) -> Layouts:
+    """Find every layout, or raise naming the operation that mixed the examples.
+
+    `tensors` are the values of parameters and buffers, `inputs` a batch of at least two examples.
+    """
+    batch = inputs[0].shape[0]
+    generator = torch.Generator().manual_seed(0)
+    base = program.run([*tensors, *inputs])
+    outputs = [list(candidates(value(n), trace.batch)) for n in _output_nodes(program)]
+    for b in (0, batch - 1):
+        changed_inputs = [changed(t, b, generator) for t in inputs]
+        after = program.run([*tensors, *changed_inputs]).outputs
+        for i, options in enumerate(outputs):
+            if options:
+                outputs[i] = [at for at in options if not _spreads(at, base.outputs[i], after[i], batch, b)]
+                if not outputs[i]:
+                    raise _mixed(trace, program, [*tensors, *inputs], [*tensors, *changed_inputs], b)
+    chosen = [options[0] if options else None for options in outputs]
+    return Layouts(chosen, _edge_layouts(trace, sites, base, chosen, batch, generator))
+
+
+def first_layouts(trace: Trace, sites: list[Site], program: Program) -> Layouts:
+    """The likeliest layouts, from shapes alone."""
+    outputs = [next(candidates(value(n), trace.batch), None) for n in _output_nodes(program)]
+    return Layouts(outputs, [next(candidates(value(out), trace.batch)) for s in sites for out in s.outputs])
+
+
+def _output_nodes(program: Program) -> list[fx.Node]:
+    output = next(iter(reversed(program.module.graph.nodes)))
+    return list(output.args[0][0])
+
+
+def _spreads(at: Layout, before: Tensor, after: Tensor, batch: int, b: int) -> bool:
+    """Whether anything but example b changed."""
+    others = [i for i in range(batch) if i != b]
+    x, y = at.view(before.detach(), batch)[others], at.view(after.detach(), batch)[others]
+    if not (x.is_floating_point() or x.is_complex()):
+        return not torch.equal(x, y)
+    if x.numel() == 0 or torch.equal(x, y):
+        return False
+    x, y = torch.nan_to_num(x), torch.nan_to_num(y)
+    return bool((x - y).abs().max() > 64 * torch.finfo(x.dtype).eps * x.abs().max().clamp(min=1e-30))
+
+
+def _edge_layouts(
+    trace: Trace, sites: list[Site], base: Forward, outputs: list[Layout | None], batch: int, generator: torch.Generator
+) -> list[Layout]:
+    activations = [(site, out) for site in sites for out in site.outputs]
+    options = [list(candidates(value(out), trace.batch)) for _, out in activations]
+    for b in range(batch):
+        grads = _gradients(base, outputs, batch, b, generator)
+        for i, g in enumerate(grads):
+            if g is not None:
+                options[i] = [at for at in options[i] if _only(at, g, batch, b)]
+                if not options[i]:
+                    site, out = activations[i]
+                    raise MixedExamplesError(
+                        f"the examples mix in {where(site.node)}: the output of example {b} depends on other parts of its value, "
+                        f"of shape {tuple(value(out).shape)}, than one dimension (or one part of a fold) that is the batch"
+                    )
+    return [o[0] for o in options]
+
+
+def _gradients(
+    base: Forward, outputs: list[Layout | None], batch: int, b: int, generator: torch.Generator
+) -> list[Tensor | None]:
+    """The gradient of a random function of example b's output with respect to every activation."""
+    total: Tensor | None = None
+    for out, at in zip(base.outputs, outputs, strict=True):
+        if at is not None and out.requires_grad:
+            part = at.view(out, batch)[b]
+            weights = torch.randn(part.shape, generator=generator).to(part.device, part.dtype)
+            term = (part * weights).sum()
+            term = term.real if term.is_complex() else term
+            total = term if total is None else total + term
+    edges = [e for e in base.edges if e is not None]
+    if total is None or not edges:
+        return [None] * len(base.edges)
+    grads = iter(torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True))
+    return [None if e is None else next(grads) for e in base.edges]
+
+
+def _only(at: Layout, g: Tensor, batch: int, b: int) -> bool:
+    """Whether `g` is zero outside example b."""
+    others = [i for i in range(batch) if i != b]
+    return not bool(torch.nan_to_num(at.view(g, batch)[others]).any())
+
+
+# --- the first operation that mixed -----------------------------------------------------------------
+
+
+class _Recorder(fx.Interpreter):
+    """Keeps every value of a run."""
+
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module, garbage_collect_values=False)
+        self.kept: dict[fx.Node, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> object:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            self.kept[n] = result.detach().clone()
+        return result
+
+
+def _mixed(trace: Trace, program: Program, before: list[Tensor], after: list[Tensor], b: int) -> MixedExamplesError:
+    runs = []
+    for values in (before, after):
+        recorder = _Recorder(program.module)
+        with torch.enable_grad():
+            recorder.run(*values)
+        runs.append(recorder.kept)
+    node = _first_mixing(trace, program.module, runs[0], runs[1], before[-1].shape[0], b)
+    at = f" first in {where(node)}" if node is not None else ""
+    return MixedExamplesError(
+        f"the output of one example depends on another example: they mix{at}. Per-example gradients are defined only "
+        "where each example's output depends on that example alone; compute over every dimension but the batch"
+    )
+
+
+def _first_mixing(
+    trace: Trace, module: fx.GraphModule, before: dict[fx.Node, Tensor], after: dict[fx.Node, Tensor], batch: int, b: int
+) -> fx.Node | None:
+    for node in module.graph.nodes:
+        if node not in before or node.op == "placeholder":
+            continue
+        x, y = before[node], after[node]
+        options = list(candidates(value(node), trace.batch))
+        if options and all(_spreads(at, x, y, batch, b) for at in options):
+            return node
+        if not batch_dims(value(node), trace.batch) and x.shape == y.shape and not torch.equal(x, y):
+            return node
+    return None

@@ -1,0 +1,99 @@
+"""From the rows of a derived value back to the rows of the parameters that it is computed from.
+
+A value that is a view of a parameter (a transpose, a slice, a head's share of a packed weight) is a strided window
+into it: its rows are written through the same window. Anything else is differentiated by autograd, one
+example at a time for rows, once for a weighted sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .flow import storage, value
+from .sites import Operand
+from .trace import Trace
+
+
+@dataclass(frozen=True)
+class Window:
+    """A strided view of one parameter."""
+
+    param: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    whole: bool  # it is the parameter itself
+    onto: bool  # it shows every element exactly once, so norms are the same
+
+    def rows(self, rows: Tensor, p: Tensor) -> Tensor:
+        """(b, *p.shape) from rows (b, *size) of the view."""
+        if self.whole:
+            return rows
+        repeated = [i for i, n in enumerate(self.stride) if n == 0 and self.size[i] != 1]
+        if repeated:
+            rows = rows.sum([1 + i for i in repeated], keepdim=True)
+        batch, size = rows.shape[0], [1 if i in repeated else n for i, n in enumerate(self.size)]
+        memory = rows.new_empty(batch, p.numel()) if self.onto else rows.new_zeros(batch, p.numel())
+        memory.as_strided((batch, *size), (p.numel(), *self.stride), self.offset).copy_(rows)
+        return memory.as_strided((batch, *p.shape), (p.numel(), *p.stride()))
+
+
+def find_window(trace: Trace, operand: Operand, params: dict[str, Tensor]) -> Window | None:
+    """The window that an operand is, if it is a view of one dense parameter; None where it is not."""
+    view = value(operand.node)
+    for name in operand.params:
+        node = trace.params[name]
+        p = params[name]
+        if storage(node) != storage(operand.node) or view.dtype != p.dtype or view.is_conj() or view.is_neg():
+            continue
+        if not _is_dense(p) or p.storage_offset() or _overlaps(view):
+            return None
+        whole = view.shape == value(node).shape and view.stride() == value(node).stride() and not view.storage_offset()
+        onto = view.numel() == p.numel() and 0 not in view.stride()
+        return Window(name, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()), whole, onto)
+    return None
+
+
+def _is_dense(p: Tensor) -> bool:
+    """Whether the elements fill a block of memory, each once, in some order of the dimensions."""
+    expected = 1
+    for n, s in sorted(((n, s) for n, s in zip(p.shape, p.stride(), strict=True) if n != 1), key=lambda d: d[1]):
+        if s != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _overlaps(view: Tensor) -> bool:
+    """Whether two positions, not on an expanded dimension, show one element."""
+    reach = 0
+    for n, s in sorted(((n, s) for n, s in zip(view.shape, view.stride(), strict=True) if n != 1 and s), key=lambda d: d[1]):
+        if s <= reach:
+            return True
+        reach += s * (n - 1)
+    return False
+
+
+def vjp(derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...], cotangent: Tensor, create_graph: bool) -> Iterator[tuple[str, Tensor]]:
+    """The gradient of `derived` with respect to the parameters it is computed from."""
+    grads = torch.autograd.grad(
+        [derived], [leaves[k] for k in names], [cotangent.to(derived.dtype)],
+        retain_graph=True, create_graph=create_graph, allow_unused=True,
+    )  # fmt: skip
+    for k, g in zip(names, grads, strict=True):
+        if g is not None:
+            yield k, g
+
+
+def vjp_rows(derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...], rows: Tensor, create_graph: bool) -> Iterator[tuple[str, Tensor]]:
+    """The same for each of rows (b, *derived.shape), one example at a time."""
+    found: dict[str, list[Tensor]] = {}
+    for row in rows:
+        for k, g in vjp(derived, leaves, names, row, create_graph):
+            found.setdefault(k, []).append(g)
+    for k, g in found.items():
+        yield k, torch.stack(g)

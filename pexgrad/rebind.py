@@ -1,0 +1,115 @@
+"""A structural copy of a module around other tensors.
+
+`copy.deepcopy` with a memo that sends every parameter and buffer to its replacement gives a module
+with the same code and structure, in which *every* reference to those tensors (a recurrent layer's
+flat list of weights, a tied head, a parametrisation) is the replacement. The original is never touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import TraceError
+
+
+def _loose_tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Tensors in plain attributes: caches, constants, the weight that old-style weight norm leaves behind."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for v in value.values():
+            yield from _loose_tensors(v, depth - 1)
+    elif depth and isinstance(value, list | tuple | set):
+        for v in value:
+            yield from _loose_tensors(v, depth - 1)
+
+
+def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of `model` whose parameters and buffers are `tensors`, by name; names left out are shared."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for t in _loose_tensors(vars(module)):
+            memo[id(t)] = t
+    for name, t in named_tensors(model).items():
+        memo[id(t)] = tensors.get(name, t)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as e:
+        raise TraceError(
+            f"{type(model).__name__} cannot be copied structurally: {type(e).__name__}: {e}; "
+            "make it work with copy.deepcopy, or pass a function f(params, x) instead of the module"
+        ) from e
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, then buffers, by name; a tied one once."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+class Bound:
+    """A model, module or function, as one pure function `(tensors, *args, **kwargs) -> output`."""
+
+    def __init__(self, model: nn.Module | Callable[..., Any]):
+        self.model = model
+
+    @property
+    def is_module(self) -> bool:
+        """Whether the model is an `nn.Module`."""
+        return isinstance(self.model, nn.Module)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The module's own parameters; nothing for a function."""
+        return dict(self.model.named_parameters()) if isinstance(self.model, nn.Module) else {}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's buffers; nothing for a function."""
+        return dict(self.model.named_buffers()) if isinstance(self.model, nn.Module) else {}
+
+    def at(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Callable[..., Any]:
+        """The forward function at these parameters and buffers."""
+        if isinstance(self.model, nn.Module):
+            return rebind(self.model, {**params, **buffers})
+        function = self.model
+        return lambda *args, **kwargs: function(dict(params), *args, **kwargs)
+
+    def fresh(self, params: Mapping[str, Tensor]) -> Callable[..., Any]:
+        """The forward function at these parameters and copies of the buffers, free to be changed."""
+        return self.at(params, {k: b.detach().clone() for k, b in self.buffers().items()})
+
+
+def fingerprint(model: nn.Module | Callable[..., Any]) -> tuple[Any, ...]:
+    """What a trace depends on in the module besides tensors: structure, flags, hooks, plain settings."""
+    if not isinstance(model, nn.Module):
+        return (id(model),)
+    return tuple(_module_state(m) for m in model.modules())
+
+
+def _module_state(m: nn.Module) -> tuple[Any, ...]:
+    state = [id(m)]
+    for key, value in vars(m).items():
+        if isinstance(value, bool | int | float | str | None):
+            state.append(value)
+        elif key.endswith("_hooks"):
+            state.append(tuple(map(id, value.values())) if value else ())
+        elif not isinstance(value, dict | Tensor):
+            state.append(id(value))
+    return tuple(state)
+
+
+def refuse_backward_hooks(model: nn.Module | Callable[..., Any]) -> None:
+    """Raise where a module has hooks that autograd would run on its way back."""
+    if not isinstance(model, nn.Module):
+        return
+    for path, m in model.named_modules():
+        if m._backward_hooks or m._backward_pre_hooks:
+            raise TraceError(
+                f"{type(m).__name__} at '{path}' has a backward hook, which may change gradients and which a "
+                "pure function cannot run; remove it for this call"
+            )
+    if torch.nn.modules.module._global_backward_hooks or torch.nn.modules.module._global_backward_pre_hooks:
+        raise TraceError("a global module backward hook is registered; remove it for this call")

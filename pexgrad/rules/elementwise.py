@@ -1,0 +1,38 @@
+"""Parameters that are expanded over the batch, which is also how every elementwise operation takes them.
+
+    y[b, ...] = p[...]        G[b] = g[b], summed over the dimensions along which p was repeated
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..factors import Broadcast
+from .linear import together
+from .norm import channels
+from .registry import register_rule
+
+aten = torch.ops.aten
+
+
+@register_rule(aten.expand.default, "self")
+def expand_self(g: Tensor, *, batch_dim: int, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
+    """g (b, t, *rest), where rest is the expanded shape without its batch dimension."""
+    rest = g.shape[2:]
+    full = [1] * (len(rest) + 1 - len(shape)) + list(shape)
+    own = full[:batch_dim] + full[batch_dim + 1 :]
+    repeated = [2 + i for i, (n, m) in enumerate(zip(own, rest, strict=True)) if n != m]
+    kept = [2 + i for i in range(len(rest)) if 2 + i not in repeated]
+    return Broadcast(g.permute(0, 1, *repeated, *kept).reshape(g.shape[0], -1, shape.numel()), None, shape, dtype)
+
+
+@register_rule(aten.prelu.default, "weight", batch_dim=0)
+def prelu_weight(g: Tensor, self: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
+    g, x = together(g, self)
+    factor = channels(g.unsqueeze(2) if g.dim() == 2 else g, x.unsqueeze(2) if g.dim() == 2 else x, shape, dtype)
+    g, r = factor.g, factor.r
+    assert r is not None
+    if shape.numel() == 1:  # one slope for all channels
+        g, r = g.flatten(1)[..., None], r.flatten(1)[..., None]
+    return Broadcast(g, r.clamp(max=0), shape, dtype)

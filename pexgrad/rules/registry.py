@@ -1,0 +1,81 @@
+"""The table of rules: one for each operand of each operation.
+
+A rule is a function `rule(cotangent, *residuals, *, statics) -> Factor`. Its positional parameters after
+the first name the operation's arguments whose values it needs, its keyword-only ones the settings. The
+cotangent and every batched residual arrive batch first, as (b, t, *rest): `rest` is the shape without its batch dimension,
+and t counts what of that dimension belongs to one example (1 for a plain batch, T for a (B*T, ...) fold).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch._ops import OpOverload
+
+from ..errors import InputError
+from ..factors import Factor
+
+RuleFunction = Callable[..., Factor]
+
+# keyword-only parameters that do not come from the operation: of the operand, of the activation, of the call
+GIVEN = ("shape", "dtype", "batch_dim", "conv_rule")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule and what it needs from the forward pass."""
+
+    function: RuleFunction
+    residuals: tuple[str, ...]
+    statics: tuple[str, ...]
+    batch_dim: int | None
+
+    @property
+    def name(self) -> str:
+        """The name of the rule's function."""
+        return self.function.__name__
+
+
+_rules: dict[tuple[OpOverload, str], Rule] = {}
+
+
+def register_rule(
+    operation: OpOverload, operand: str, *, batch_dim: int | None = None
+) -> Callable[[RuleFunction], RuleFunction]:
+    """Register the decorated function as the rule for `operand` of `operation`.
+
+    With `batch_dim`, the rule holds only where the activation has its batch on that dimension;
+    elsewhere the exact fallback is used.
+    """
+
+    def register(function: RuleFunction) -> RuleFunction:
+        rule = as_rule(function, batch_dim)
+        known = [a.name for a in operation._schema.arguments]
+        unknown = [n for n in (operand, *rule.residuals, *rule.statics) if n not in known and n not in GIVEN]
+        if unknown:
+            raise InputError(f"{operation} has no argument {', '.join(unknown)}; it has {', '.join(known)}")
+        _rules[operation, operand] = rule
+        return function
+
+    return register
+
+
+def as_rule(function: RuleFunction, batch_dim: int | None = None) -> Rule:
+    """Read off a rule's signature what it needs."""
+    kinds = inspect.signature(function).parameters.values()
+    positional = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = tuple(p.name for p in kinds if p.kind is p.KEYWORD_ONLY)
+    return Rule(function, tuple(positional[1:]), keywords, batch_dim)
+
+
+def find_rule(operation: Any, operand: str) -> Rule | None:
+    """The rule for this operand, if there is one."""
+    return _rules.get((operation, operand))
+
+
+def registered() -> dict[tuple[OpOverload, str], Rule]:
+    """Every rule, by operation and operand."""
+    return dict(_rules)

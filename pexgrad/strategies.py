@@ -1,0 +1,74 @@
+"""The strategies of the paper that take any model: `naive`, the loop, and `multi`, one alias of the parameters per example.
+
+Both follow the definition with the module's own code: row b is the gradient of loss(model(x_b), y_b).sum()
+at a batch of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import trees
+from .jacobian import Jacobian
+from .loss import ExampleLosses
+from .rebind import Bound
+
+STRATEGIES = ("crb", "multi", "naive")
+
+
+def _example_loss(model: Bound, losses: ExampleLosses, params: dict[str, Tensor], x: Any, y: Any, b: int) -> Tensor:
+    args, kwargs = trees.as_call(trees.examples(x, b, b + 1))
+    forward = model.fresh(params)
+    output = forward(*args, **kwargs)
+    return losses.of_slices(lambda _: output, trees.examples(y, b, b + 1), 1)[0]
+
+
+def _grad(loss: Tensor, leaves: list[Tensor], create_graph: bool) -> list[Tensor]:
+    if not loss.requires_grad:
+        return [torch.zeros_like(p) for p in leaves]
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=create_graph)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
+
+
+def naive(
+    model: Bound, loss: ExampleLosses, params: dict[str, Tensor], trainable: list[str], x: Any, y: Any, batch: int,
+    create_graph: bool,
+) -> Jacobian:  # fmt: skip
+    """One example at a time: the definition."""
+    losses, rows = [], []
+    with torch.enable_grad():
+        for b in range(batch):
+            value = _example_loss(model, loss, params, x, y, b)
+            rows.append(_grad(value, [params[k] for k in trainable], create_graph))
+            losses.append(value if create_graph else value.detach())
+    return _stacked(losses, rows, trainable)
+
+
+def multi(
+    model: Bound, loss: ExampleLosses, params: dict[str, Tensor], trainable: list[str], x: Any, y: Any, batch: int,
+    create_graph: bool,
+) -> Jacobian:  # fmt: skip
+    """Every example with its own aliases of the parameters, views and not copies; one backward through the sum."""
+    losses, aliases = [], []
+    with torch.enable_grad():
+        for b in range(batch):
+            own = {k: params[k].view_as(params[k]) for k in trainable}
+            losses.append(_example_loss(model, loss, params | own, x, y, b))
+            aliases.append(list(own.values()))
+        flat = [a for own in aliases for a in own]
+        grads = _grad(torch.stack(losses).sum(), flat, create_graph)
+    n = len(trainable)
+    rows = [grads[b * n : (b + 1) * n] for b in range(batch)]
+    return _stacked([v if create_graph else v.detach() for v in losses], rows, trainable)
+
+
+def _stacked(losses: list[Tensor], rows: list[list[Tensor]], trainable: list[str]) -> Jacobian:
+    columns = zip(*rows, strict=True)
+    return Jacobian.of_rows(torch.stack(losses), {k: torch.stack(c) for k, c in zip(trainable, columns, strict=True)})
+
+
+LOOPS: dict[str, Callable[..., Jacobian]] = {"naive": naive, "multi": multi}

@@ -1,0 +1,285 @@
+"""Stage 1: the model as a pre-dispatch ATen graph in which only the batch size is symbolic.
+
+Parameters, buffers and input tensors are the graph's placeholders; its outputs are the tensors of the
+model's output. Nothing of the user's module runs or changes: a structural copy is traced on fake tensors.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import einops
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils import _pytree as pytree
+
+from . import trees
+from .decompositions import DECOMPOSITIONS
+from .errors import ANY_MODEL, PexgradError, TraceError
+from .opaque import opaque_functions, traced_hooks
+from .rebind import Bound
+
+# The batch size that tracing pretends to see. Not 0, 1 or 2, which code and kernels treat specially;
+# collisions with other sizes do no harm, for only the batch is symbolic.
+HINT = 13
+
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A traced model: `graph` takes parameters, buffers, then input tensors, and returns output tensors."""
+
+    graph: fx.Graph
+    root: nn.Module  # holds the graph's constants
+    fake_mode: FakeTensorMode
+    batch: sympy.Symbol
+    params: dict[str, fx.Node]
+    buffers: dict[str, fx.Node]
+    inputs: list[fx.Node]
+    output_leaves: list[Any]  # a stand-in where the graph's output provides a tensor
+    output_spec: pytree.TreeSpec
+    guards: tuple[sympy.Basic, ...]
+
+    def serves(self, batch_size: int) -> bool:
+        """Whether every branch that the model's code took on the batch size goes the same way here."""
+        return all(bool(g.subs(self.batch, batch_size)) for g in self.guards)
+
+    def output(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's output object around the graph's output tensors."""
+        left = iter(tensors)
+        leaves = [next(left) if leaf is FROM_GRAPH else leaf for leaf in self.output_leaves]
+        return trees.unflatten(leaves, self.output_spec)
+
+
+class _FromGraph:
+    def __repr__(self) -> str:
+        return "FROM_GRAPH"
+
+
+FROM_GRAPH = _FromGraph()
+
+
+class Untraced:
+    """Stands in the output for an object that the trace cannot carry; any use of it raises."""
+
+    def __init__(self, kind: str):
+        object.__setattr__(self, "_kind", kind)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TraceError(
+            f"the loss uses .{name} of a {self._kind} in the model's output, which has no per-example gradient; "
+            f"return tensors with a batch dimension from the model, or use {ANY_MODEL}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self._kind}, not carried by the trace>"
+
+
+def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, hint: int = HINT) -> Trace:
+    """Trace `model` at `params` on fake inputs shaped like `x` with a symbolic batch size."""
+    leaves, spec = trees.flatten(trees.as_call(x))
+    env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    buffers = model.buffers()
+    tensors = [t for t in leaves if isinstance(t, Tensor)]
+    fake_params = [_fake(mode, p).requires_grad_(k in trainable) for k, p in params.items()]
+    fake_buffers = [_fake(mode, b) for b in buffers.values()]
+    fake_inputs = [_fake_batch(mode, t, hint) for t in tensors]
+    seen: dict[str, Any] = {}
+
+    def run(*flat: Tensor) -> list[Tensor]:
+        left = iter(flat)
+        p = {k: next(left) for k in params}
+        b = {k: next(left) for k in buffers}
+        args, kwargs = trees.unflatten([next(left) if isinstance(v, Tensor) else v for v in leaves], spec)
+        forward = model.at(p, b)
+        with _module_paths(forward):
+            out = forward(*args, **kwargs)
+        out_leaves, seen["spec"] = trees.flatten(out)
+        seen["leaves"] = [_stand_in(v) for v in out_leaves]
+        return [v for v in out_leaves if isinstance(v, Tensor)]
+
+    with _lock, _tracing():
+        try:
+            gm = make_fx(
+                run,
+                decomposition_table=DECOMPOSITIONS,
+                tracing_mode="fake",
+                pre_dispatch=True,
+                _allow_non_fake_inputs=True,
+            )(*fake_params, *fake_buffers, *fake_inputs)
+        except PexgradError:
+            raise
+        except Exception as e:
+            raise TraceError(
+                f"the model has no static graph: {type(e).__name__}: {_first_line(e)}{_user_line(e)}; "
+                f"control flow or shapes that depend on data cannot be traced: {ANY_MODEL}"
+            ) from e
+    if not seen["leaves"] or FROM_GRAPH not in seen["leaves"]:
+        raise TraceError("the model's output holds no tensor; return tensors, in any nesting of tuples, lists and dicts")
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    (batch,) = fake_inputs[0].shape[0].node.expr.free_symbols or {sympy.Symbol("batch")}
+    n_params, n_buffers = len(params), len(buffers)
+    return Trace(
+        graph=gm.graph,
+        root=gm,
+        fake_mode=mode,
+        batch=batch,
+        params=dict(zip(params, nodes[:n_params], strict=True)),
+        buffers=dict(zip(buffers, nodes[n_params : n_params + n_buffers], strict=True)),
+        inputs=nodes[n_params + n_buffers :],
+        output_leaves=seen["leaves"],
+        output_spec=seen["spec"],
+        guards=tuple(_guards(env, batch)),
+    )
+
+
+def _fake(mode: FakeTensorMode, t: Tensor) -> Tensor:
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.STATIC] * t.dim())
+    return mode.from_tensor(t.detach(), symbolic_context=context)
+
+
+def _fake_batch(mode: FakeTensorMode, t: Tensor, hint: int) -> Tensor:
+    # strided like the user's tensor in everything but the batch, so that channels_last stays channels_last
+    like = t.detach()[:1].expand(hint, *t.shape[1:]) if t.shape[0] else t.new_empty((hint, *t.shape[1:]))
+    like = torch.empty_like(like, device="meta" if t.device.type == "meta" else t.device)
+    dynamic = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (t.dim() - 1)
+    return mode.from_tensor(like, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))
+
+
+def _stand_in(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return FROM_GRAPH
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return leaf
+    return Untraced(type(leaf).__name__)
+
+
+# --- what the trace must notice while it runs -----------------------------------------------------
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    with (
+        torch.enable_grad(),
+        opaque_functions(),
+        traced_hooks(),
+        mock.patch.object(builtins, "len", _traced_len(builtins.len)),
+        mock.patch.object(PythonKeyTracer, "create_node", _noting_source(PythonKeyTracer.create_node)),
+    ):
+        yield
+
+
+def _traced_len(plain_len: Callable[[Any], int]) -> Callable[[Any], Any]:
+    """`len(x)` of a traced tensor is its symbolic size: C's `len` would fix the batch size in the graph."""
+
+    def length(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
+            return value.shape[0]
+        return plain_len(value)
+
+    return length
+
+
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, einops.__file__, __file__, contextlib.__file__)
+)
+
+
+def _noting_source(create_node: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
+    def noted(self: PythonKeyTracer, *args: Any, **kwargs: Any) -> fx.Node:
+        node = create_node(self, *args, **kwargs)
+        node.meta["source"] = _calling_line()
+        node.meta["path"] = _paths[-1] if _paths else ""
+        return node
+
+    return noted
+
+
+def _calling_line() -> str:
+    """The innermost line of code that is neither torch's nor ours: `file.py:12`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_LIBRARIES) and not name.startswith("<"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+_paths: list[str] = []
+
+
+@contextlib.contextmanager
+def _module_paths(forward: Callable[..., Any]) -> Iterator[None]:
+    """Keep the path of the module that is running in `_paths`."""
+    if not isinstance(forward, nn.Module):
+        yield
+        return
+    names = {m: name for name, m in forward.named_modules()}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        _paths.append(names.get(module, _paths[-1] if _paths else ""))
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        _paths.pop()
+
+    hooks = (
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        _paths.clear()
+
+
+# torch's own shape functions guard on sizes to compute metadata of fake tensors; the graph does not depend on it
+_METADATA = tuple(
+    os.sep + os.path.join("torch", *parts)
+    for parts in (("_subclasses",), ("_prims_common",), ("_prims",), ("_refs",), ("_meta_registrations.py",), ("_decomp",))
+)
+
+
+def _guards(env: ShapeEnv, batch: sympy.Symbol) -> Iterator[sympy.Basic]:
+    """Conditions on the batch size that the model's own code branched on."""
+    for guard in env.guards:
+        where = guard.sloc.framework_loc
+        filename = getattr(where, "filename", str(where))
+        if not any(part in filename for part in _METADATA):
+            yield guard.expr
+    if batch in env.replacements:  # the batch size was fixed, wherever that happened
+        yield sympy.Eq(batch, env.replacements[batch])
+
+
+def _first_line(e: BaseException) -> str:
+    lines = str(e).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def _user_line(e: BaseException) -> str:
+    """The innermost line of the user's code in the traceback of `e`, as ` (at file.py:12)`."""
+    where, tb = "", e.__traceback__
+    while tb is not None:
+        name = tb.tb_frame.f_code.co_filename
+        if not name.startswith(_LIBRARIES) and not name.startswith("<"):
+            where = f" (at {name}:{tb.tb_lineno})"
+        tb = tb.tb_next
+    return where

@@ -1,0 +1,117 @@
+"""Inputs and outputs as trees of tensors: flattening, batch sizes, and single examples.
+
+`x` is a tensor (`model(x)`), a tuple (`model(*x)`) or a mapping (`model(**x)`); dataclasses anywhere in
+a tree are taken apart field by field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .errors import InputError
+
+
+class _Record(NamedTuple):
+    """A dataclass instance taken apart, so that pytree sees its fields."""
+
+    template: Any  # wrapped by _Static: pytree must not look inside
+    fields: list[Any]
+
+
+class _Static:
+    """Hides a value from pytree."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _is_record(value: Any) -> bool:
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value) not in pytree.SUPPORTED_NODES
+    )
+
+
+def _open(tree: Any) -> Any:
+    def open_record(leaf: Any) -> Any:
+        if not _is_record(leaf):
+            return leaf
+        fields = [getattr(leaf, f.name) for f in dataclasses.fields(leaf)]
+        return _Record(_Static(leaf), [_open(v) for v in fields])
+
+    return pytree.tree_map(open_record, tree, is_leaf=_is_record)
+
+
+def _close(tree: Any) -> Any:
+    def close_record(leaf: Any) -> Any:
+        if not isinstance(leaf, _Record):
+            return leaf
+        template = leaf.template.value
+        copy = object.__new__(type(template))
+        for field, value in zip(dataclasses.fields(template), leaf.fields, strict=True):
+            object.__setattr__(copy, field.name, _close(value))
+        return copy
+
+    return pytree.tree_map(close_record, tree, is_leaf=lambda t: isinstance(t, _Record))
+
+
+def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and structure of `tree`, dataclasses included."""
+    return pytree.tree_flatten(_open(tree))
+
+
+def unflatten(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
+    """The inverse of `flatten`."""
+    return _close(pytree.tree_unflatten(list(leaves), spec))
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+    """`tree` with `fn` applied to every tensor."""
+    leaves, spec = flatten(tree)
+    return unflatten([fn(v) if isinstance(v, Tensor) else v for v in leaves], spec)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors of `tree`, in order."""
+    return [v for v in flatten(tree)[0] if isinstance(v, Tensor)]
+
+
+def as_call(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`x` as the positional and keyword arguments of `model`."""
+    if isinstance(x, Mapping):
+        return (), dict(x)
+    if isinstance(x, tuple) and not hasattr(x, "_fields"):
+        return x, {}
+    return (x,), {}
+
+
+def batch_size(x: Any, y: Any) -> int:
+    """The common size of dimension 0 of every tensor in `x` and `y`."""
+    found = [("x", t) for t in tensors(as_call(x))] + [("y", t) for t in tensors(y)]
+    if not any(where == "x" for where, _ in found):
+        raise InputError(f"x holds no tensor, so there is no batch: got {type(x).__name__}")
+    for where, t in found:
+        if t.dim() == 0:
+            raise InputError(f"a tensor in {where} has no dimensions; the batch must be its dimension 0")
+    sizes = {t.shape[0] for _, t in found}
+    if len(sizes) > 1:
+        shapes = ", ".join(f"{where} {tuple(t.shape)}" for where, t in found)
+        raise InputError(f"batch sizes disagree: {shapes}; every tensor needs the batch on dimension 0")
+    return sizes.pop()
+
+
+def examples(tree: Any, start: int, stop: int) -> Any:
+    """Examples `start` to `stop` of every tensor in `tree`, still with a batch dimension."""
+    return map_tensors(lambda t: t[start:stop], tree)
+
+
+def take(tree: Any, index: list[int]) -> Any:
+    """The examples `index` of every tensor in `tree`; repeats are allowed."""
+    return map_tensors(lambda t: t[torch.tensor(index, device=t.device)], tree)

@@ -1,0 +1,89 @@
+"""The check on a new trace: its rows against the definition, computed with the original module and plain autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import trees
+from .errors import ANY_MODEL, VerificationError
+from .loss import ExampleLosses
+from .pipeline import Pipeline
+from .rebind import Bound
+from .sample import Sample
+from .still import StandStill
+from .strategies import naive
+
+# relative errors above which a difference is not rounding
+TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 5e-3, torch.complex64: 5e-3}
+HALF = 0.1
+
+
+def verify(
+    pipeline: Pipeline, model: Bound, loss: ExampleLosses, params: dict[str, Tensor], trainable: list[str], sample: Sample
+) -> None:
+    """Raise where the pipeline's rows or losses differ from the definition on the first two examples."""
+    two = sample.first(2) if pipeline.trace.serves(2) else sample
+    original = two.at({k: p.detach().requires_grad_(k in trainable) for k, p in params.items()})
+    for at in (two, original):
+        with StandStill():
+            want = naive(model, loss, at.params, trainable, at.x, at.y, at.batch, False)
+            if not _finite(want.rows()) and at is two:
+                continue  # the changed parameters leave the model's domain; the given ones decide
+            buffers = list(model.buffers().values())
+            got = pipeline.jacobian(
+                at.params, trainable, buffers, at.x, at.y, at.batch, conv_rule="auto", create_graph=False
+            )
+            wrong = _worst(got.rows() | {"": got.losses}, want.rows() | {"": want.losses})
+            if wrong is not None and not _batch_agrees(got.rows(), pipeline, model, at):
+                raise VerificationError(_message(*wrong))
+        return
+
+
+def _finite(rows: dict[str, Tensor]) -> bool:
+    return all(bool(torch.isfinite(r).all()) for r in rows.values())
+
+
+def _worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[str, float] | None:
+    """The entry with the largest relative error, if that is more than rounding."""
+    overall = sum(float(w.abs().double().square().nan_to_num().sum()) for k, w in want.items() if k) ** 0.5
+    worst: tuple[str, float] | None = None
+    for k, w in want.items():
+        # a gradient that is zero but for rounding is measured against all gradients together
+        scale = max(_norm(w), 1e-4 * overall if k else 0.0, 1e-12)
+        error = _norm(torch.where(w.isfinite(), got[k] - w, 0)) / scale
+        if not error <= TOLERANCE.get(w.dtype, HALF) and (worst is None or error > worst[1]):
+            worst = k, error
+    return worst
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x.to(torch.complex128 if x.is_complex() else torch.float64).nan_to_num()))
+
+
+def _batch_agrees(
+    rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Sample
+) -> bool:
+    """Whether the rows add up to the gradient of the whole batch: then a kernel at batch size 1 is at fault.
+
+    PyTorch's CPU batch-norm backward, for one, is wrong at batch size 1 for some memory layouts.
+    """
+    if any(pipeline.outputs.copied):
+        return False
+    args, kwargs = trees.as_call(at.x)
+    with torch.enable_grad():
+        tensors = trees.tensors(model.fresh(at.params)(*args, **kwargs))
+        if len(tensors) != len(pipeline.outputs.layouts):
+            return False
+        total = pipeline.losses(tensors, at.y, at.batch).sum()
+        grads = torch.autograd.grad(total, [at.params[k] for k in rows], allow_unused=True)
+    want = {k: torch.zeros_like(at.params[k]) if g is None else g for k, g in zip(rows, grads, strict=True)}
+    return _worst({k: r.sum(0) for k, r in rows.items()}, want) is None
+
+
+def _message(name: str, error: float) -> str:
+    what = f"the gradient of '{name}'" if name else "the loss"
+    return (
+        f"{what} differs from the definition on a test batch by a relative error of {error:.1e}, so the traced graph "
+        f"does not compute what the model does (a cache, a hook, global state or data-dependent code?); {ANY_MODEL}"
+    )
