@@ -1,14 +1,20 @@
 """Per-example gradients in PyTorch: exact, fast, and without touching the module."""
 
 from . import rules as rules
+from .api import clipped_grad as clipped_grad
+from .api import per_example_grad as per_example_grad
+from .api import per_example_grad_norm as per_example_grad_norm
+from .api import per_example_jacobian as per_example_jacobian
+from .api import per_example_value_and_grad as per_example_value_and_grad
+from .arguments import Options as Options
 from .errors import InputError as InputError
 from .errors import LossError as LossError
 from .errors import MixedExamplesError as MixedExamplesError
 from .errors import PexgradError as PexgradError
 from .errors import TraceError as TraceError
 from .errors import VerificationError as VerificationError
-from .transforms import clipped_grad as clipped_grad
-from .transforms import per_example_grad as per_example_grad
-from .transforms import per_example_value_and_grad as per_example_value_and_grad
+from .jacobian import Jacobian as Jacobian
+from .noise import add_noise as add_noise
+from .transforms import Clipped as Clipped
 
 __version__ = "0.1.0"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
 from torch import Tensor
 
+from .evaluate import BoundSite
+from .factors import Factor
 from .flow import operation
 from .pipeline import Pipeline
-from .plan import Use
-from .sites import Operand, Site
+from .sites import Operand
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Line:
     operation: str
     module: str
     rule: str
-    algorithm: str
+    rows: str  # how rows are computed
+    norms: str  # how norms are computed
     bytes: int  # of the parameter's rows
     flags: str
     source: str
@@ -41,52 +43,53 @@ class Explanation:
         return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 
+Uses = Sequence[tuple[BoundSite, Operand, Factor]]
+
+
 def explain(
-    pipeline: Pipeline | None, strategy: str, params: dict[str, Tensor], trainable: Iterable[str], batch: int, conv_rule: str
+    pipeline: Pipeline | None, uses: Uses, strategy: str, params: dict[str, Tensor], trainable: Sequence[str], batch: int
 ) -> Explanation:
     """Describe every use of every parameter, then the parameters that are frozen or unused."""
-    names = list(trainable)
-    lines: list[Line] = []
-    size = {k: batch * p.numel() * p.element_size() for k, p in params.items()}
+    size = {k: batch * params[k].numel() * params[k].element_size() for k in params}
     if pipeline is None:
-        lines = [Line(k, "(any)", "", strategy, "loop" if strategy == "naive" else "aliases", size[k], "", "") for k in names]
+        how = "loop" if strategy == "naive" else "aliases"
+        lines = [Line(k, "(any)", "", strategy, how, "from rows", size[k], "", "") for k in trainable]
     else:
-        for bound in pipeline.sites:
-            for use in bound.uses:
-                lines += [_line(pipeline, bound.site, use, k, size[k], conv_rule) for k in use.operand.params]
+        lines = [_line(pipeline, site, o, f, k, size[k], _tied(uses, k)) for site, o, f in uses for k in o.params]
         used = {line.parameter for line in lines}
-        lines += [Line(k, "(none)", "", "zeros", "", size[k], "unused", "") for k in names if k not in used]
-    lines += [Line(k, "(none)", "", "", "", 0, "frozen", "") for k in params if k not in names]
+        lines += [Line(k, "(none)", "", "zeros", "", "", size[k], "unused", "") for k in trainable if k not in used]
+    lines += [Line(k, "(none)", "", "", "", "", 0, "frozen", "") for k in params if k not in trainable]
     order = {k: i for i, k in enumerate(params)}
     return Explanation(tuple(sorted(lines, key=lambda line: order[line.parameter])))
 
 
-def _line(pipeline: Pipeline, site: Site, use: Use, parameter: str, size: int, conv_rule: str) -> Line:
-    node = site.node
-    is_conv = use.rule is not None and "conv_rule" in use.rule.statics
+def _tied(uses: Uses, parameter: str) -> bool:
+    return sum(parameter in operand.params for _, operand, _ in uses) > 1
+
+
+def _line(
+    pipeline: Pipeline, bound: BoundSite, operand: Operand, factor: Factor, parameter: str, size: int, tied: bool
+) -> Line:
+    node = bound.site.node
+    rule = next(use.rule for use in bound.uses if use.operand is operand)
+    window = pipeline.windows[operand.node]
+    flags = {
+        "fallback": rule is None,
+        "derived": window is None,  # computed from the parameter: its rows are pulled back one example at a time
+        "view": window is not None and not window.whole,
+        "tied": tied,
+    }
     return Line(
         parameter=parameter,
-        operation=f"{operation(node)}.{use.operand.name}",
+        operation=f"{operation(node)}.{operand.name}",
         module=str(node.meta.get("path", "")),
-        rule="fallback" if use.rule is None else use.rule.name,
-        algorithm="replay for each example" if use.rule is None else (conv_rule if is_conv else ""),
+        rule="fallback" if rule is None else rule.name,
+        rows=factor.algorithm(),
+        norms="from kept rows" if factor.keeps_rows() else factor.norm_algorithm(),
         bytes=size,
-        flags=" ".join(_flags(pipeline, use.operand, use, parameter)),
+        flags=" ".join(k for k, on in flags.items() if on),
         source=str(node.meta.get("source", "")),
     )
-
-
-def _flags(pipeline: Pipeline, operand: Operand, use: Use, parameter: str) -> Iterable[str]:
-    if use.rule is None:
-        yield "fallback"
-    window = pipeline.windows[operand.node]
-    if window is None:
-        yield "derived"  # computed from the parameter: rows are pulled back one example at a time
-    elif not window.whole:
-        yield "view"
-    uses = [u for s in pipeline.sites for u in s.uses if parameter in u.operand.params]
-    if len(uses) > 1:
-        yield "tied"
 
 
 def _text(v: object) -> str:

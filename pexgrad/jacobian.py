@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from .component import Component, Term, components
+from .errors import InputError
 from .factors import Factor, Rows
 from .factors.joined import join
-from .pullback import Window, vjp, vjp_rows
+from .pullback import Window
 from .sites import Operand
 
+# rows that may be kept between a norm and a weighted sum, in all
+KEEP_BYTES = 1 << 28
 
-@dataclass(frozen=True, eq=False)
-class Term:
-    """One derived value and the factor of its uses."""
 
-    value: Tensor
-    params: tuple[str, ...]
-    window: Window | None
-    factor: Factor
+@dataclass(frozen=True)
+class Moments:
+    """The first two moments of the rows over the batch, by parameter."""
 
-    def rows(self, leaves: dict[str, Tensor], create_graph: bool) -> Iterator[tuple[str, Tensor]]:
-        """(name, (b, *shape)): what this term adds to each parameter's rows."""
-        rows = self.factor.rows()
-        if self.window is not None:
-            yield self.window.param, self.window.rows(rows, leaves[self.window.param])
-        else:
-            yield from vjp_rows(self.value, leaves, self.params, rows, create_graph)
-
-    def weighted_sum(self, leaves: dict[str, Tensor], weights: Tensor, create_graph: bool) -> Iterator[tuple[str, Tensor]]:
-        """(name, (*shape)): what this term adds to each parameter's weighted sum."""
-        total = self.factor.weighted_sum(weights)
-        if self.window is not None and self.window.whole:
-            yield self.window.param, total
-        else:
-            yield from vjp(self.value, leaves, self.params, total, create_graph)
+    mean: dict[str, Tensor]  # (*shape): sum_b g_b / B
+    second: dict[str, Tensor]  # (*shape): sum_b |g_b|^2 / B, elementwise
 
 
 @dataclass(frozen=True, eq=False)
 class Jacobian:
-    """J, of shape batch x parameters, as `losses` (B,) and the terms of each parameter."""
+    """J, of shape batch x parameters: `losses` (B,), and the rows dL_b/d(parameters) unevaluated.
+
+    >>> J = per_example_jacobian(model)(params, x, y)
+    >>> J.norms().shape, J.gram().shape
+    (torch.Size([8]), torch.Size([8, 8]))
+    """
 
     losses: Tensor
     leaves: dict[str, Tensor]  # the parameters, in the order of the result
@@ -50,47 +43,152 @@ class Jacobian:
     create_graph: bool = False
 
     @classmethod
-    def of_rows(cls, losses: Tensor, rows: dict[str, Tensor]) -> Jacobian:
+    def of_rows(cls, losses: Tensor, rows: dict[str, Tensor], create_graph: bool = False) -> Jacobian:
         """An operator around rows that exist already."""
         leaves = {k: r.new_empty(r.shape[1:]) for k, r in rows.items()}
-        terms = [
-            Term(leaves[k], (k,), Window(k, tuple(r.shape[1:]), (), 0, True, True), Rows(r)) for k, r in rows.items()
-        ]
-        return cls(losses, leaves, terms)
+        terms = [Term(leaves[k], (k,), Window.identity(k, leaves[k]), Rows(r)) for k, r in rows.items()]
+        return cls(losses, leaves, terms, create_graph)
 
     @property
     def batch(self) -> int:
-        """The number of examples."""
+        """The number of examples B."""
         return self.losses.shape[0]
 
-    def rows(self) -> dict[str, Tensor]:
-        """name -> (B, *shape)."""
-        found: dict[str, Tensor] = {}
-        for term in self.terms:
-            for k, r in term.rows(self.leaves, self.create_graph):
-                found[k] = found[k] + r if k in found else r
-        return {k: found[k] if k in found else p.new_zeros(self.batch, *p.shape) for k, p in self.leaves.items()}
+    @property
+    def T(self) -> Transposed:  # noqa: N802 - the name that tensors have
+        """The transpose: `J.T @ w` is `J.vjp(w)`."""
+        return Transposed(self)
 
-    def vjp(self, weights: Tensor) -> dict[str, Tensor]:
-        """name -> (*shape): sum over b of weights[b] times row b."""
-        found: dict[str, Tensor] = {}
-        for term in self.terms:
-            for k, g in term.weighted_sum(self.leaves, weights, self.create_graph):
-                found[k] = found[k] + g if k in found else g
-        return {k: found[k] if k in found else torch.zeros_like(p) for k, p in self.leaves.items()}
+    def __matmul__(self, v: Mapping[str, Tensor]) -> Tensor:
+        return self.jvp(v)
 
-    def norms(self) -> Tensor:
-        """(B,): |J[b]|."""
-        rows = self.rows().values()
-        sq = [Rows(r).sq_norms() for r in rows if r.numel()]
-        return torch.stack(sq).sum(0).sqrt() if sq else self.losses.new_zeros(self.batch)
+    @cached_property
+    def _components(self) -> list[Component]:
+        return components(self.leaves, self.terms, self.create_graph)
+
+    def _mode(self) -> torch.set_grad_enabled:
+        return torch.set_grad_enabled(self.create_graph)
+
+    def rows(self, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """name -> (B, *shape): the per-example gradients, written into `out` where that is given."""
+        with self._mode():
+            found: dict[str, Tensor] = {}
+            for c in self._components:
+                found |= c.rows(None if out is None else {k: out[k] for k in c.leaves})
+            for k, p in self.leaves.items():
+                if k not in found:
+                    found[k] = p.new_zeros(self.batch, *p.shape) if out is None else out[k].zero_()
+            return {k: found[k] for k in self.leaves}
+
+    def norms(self, per_param: bool = False) -> Tensor | dict[str, Tensor]:
+        """(B,): |J[b]| over all parameters together; with `per_param`, name -> (B,)."""
+        with self._mode():
+            sq = {}
+            for c in self._components:
+                sq |= c.sq_norms()
+            if per_param:
+                zero = self.losses.new_zeros(self.batch)
+                return {k: _sqrt(sq[k], self.create_graph) if k in sq else zero for k in self.leaves}
+            if not sq:
+                return self.losses.new_zeros(self.batch)
+            return _sqrt(torch.stack(_one_dtype(list(sq.values()))).sum(0), self.create_graph)
+
+    def vjp(self, weights: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """name -> (*shape): sum over b of weights[b] times row b; weights (B,), or one for each parameter by name."""
+        by_name = dict.fromkeys(self.leaves, weights) if isinstance(weights, Tensor) else dict(weights)
+        for k in self.leaves:
+            if k not in by_name or by_name[k].shape != (self.batch,):
+                got = tuple(by_name[k].shape) if k in by_name else "none"
+                raise InputError(f"the weights for '{k}' have shape {got}; expected ({self.batch},), one for each example")
+        with self._mode():
+            found: dict[str, Tensor] = {}
+            for c in self._components:
+                found |= c.vjp(by_name)
+            return {k: found[k] if k in found else torch.zeros_like(p) for k, p in self.leaves.items()}
+
+    def jvp(self, v: Mapping[str, Tensor]) -> Tensor:
+        """(B,): <J[b], v> for a direction `v` with the parameters' names and shapes."""
+        for k, p in self.leaves.items():
+            if k not in v or v[k].shape != p.shape:
+                got = tuple(v[k].shape) if k in v else "none"
+                raise InputError(f"the direction for '{k}' has shape {got}; expected {tuple(p.shape)}")
+        with self._mode():
+            parts = [c.dot(dict(v)) for c in self._components]
+            return torch.stack(_one_dtype(parts)).sum(0) if parts else self.losses.new_zeros(self.batch)
+
+    def gram(self, other: Jacobian | None = None) -> Tensor:
+        """(B, B'): <J[b], J'[c]>, with another call's rows for the same parameters, or with its own."""
+        other = self if other is None else other
+        if {k: p.shape for k, p in self.leaves.items()} != {k: p.shape for k, p in other.leaves.items()}:
+            raise InputError("the two Jacobians are for different parameters, so their rows have no inner products")
+        theirs = {k: c for c in other._components for k in c.leaves}
+        with self._mode():
+            parts, done = [], set()
+            for c in self._components:
+                for k in c.leaves:
+                    if k in theirs and k not in done:
+                        done |= set(c.leaves)
+                        parts.append(c.gram(theirs[k]))
+            return torch.stack(_one_dtype(parts)).sum(0) if parts else self.losses.new_zeros(self.batch, other.batch)
+
+    def moments(self) -> Moments:
+        """The mean of the rows and of their squares, elementwise, by parameter."""
+        weights = self.losses.new_full((self.batch,), 1 / max(1, self.batch))
+        with self._mode():
+            squares: dict[str, Tensor] = {}
+            for c in self._components:
+                squares |= c.sum_squares()
+            zeros = {k: torch.zeros_like(p) for k, p in self.leaves.items() if k not in squares}
+            second = {k: (squares | zeros)[k] / max(1, self.batch) for k in self.leaves}
+        return Moments(self.vjp(weights), second)
+
+    def keep(self) -> Jacobian:
+        """The same operator with rows built where a norm and a weighted sum together are cheaper from them."""
+        kept, left = [], KEEP_BYTES
+        with self._mode():
+            for term in self.terms:
+                size = term.factor.batch * term.factor.row_numel * term.factor.dtype.itemsize
+                if term.factor.keeps_rows() and size <= left:
+                    left -= size
+                    term = replace(term, factor=Rows(term.factor.rows()))
+                kept.append(term)
+        return replace(self, terms=kept)
 
 
-def join_uses(uses: list[tuple[Operand, Tensor, Factor, Window | None]]) -> list[Term]:
+@dataclass(frozen=True, eq=False)
+class Transposed:
+    """J transposed."""
+
+    jacobian: Jacobian
+
+    def __matmul__(self, weights: Tensor) -> dict[str, Tensor]:
+        return self.jacobian.vjp(weights)
+
+
+def _sqrt(sq: Tensor, differentiable: bool) -> Tensor:
+    if not differentiable:
+        return sq.sqrt()
+    zero = sq == 0  # the norm has gradient zero, not infinity, where it is zero itself
+    return torch.where(zero, 0, torch.where(zero, 1, sq).sqrt())
+
+
+def _one_dtype(parts: list[Tensor]) -> list[Tensor]:
+    if len({p.dtype for p in parts}) < 2:
+        return parts
+    widest = parts[0].dtype
+    for p in parts:
+        widest = torch.promote_types(widest, p.dtype)
+    return [p.to(widest) for p in parts]
+
+
+Use = tuple[Operand, Tensor, Factor, Window | None]
+
+
+def join_uses(uses: list[Use]) -> list[Term]:
     """One term for each value and kind of factor: uses of one weight over time become one factor along time."""
-    grouped: dict[tuple[int, type[Factor]], list[tuple[Operand, Tensor, Factor, Window | None]]] = {}
+    grouped: dict[int, list[Use]] = {}
     for use in uses:
-        grouped.setdefault((id(use[1]), type(use[2])), []).append(use)
+        grouped.setdefault(id(use[1]), []).append(use)
     terms = []
     for same in grouped.values():
         operand, value, _, window = same[0]

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from . import trees
+from .arguments import Options
 from .evaluate import BoundSite, cotangents, factors
+from .factors import Factor
 from .flow import batch_dims, fold_factor_of, value
 from .jacobian import Jacobian, join_uses
+from .jacobian import Use as FactorUse
 from .layout import Layout
 from .loss import ExampleLosses
 from .plan import Use, nodes_needed, plan_site
@@ -22,7 +25,7 @@ from .pullback import Window, find_window
 from .rebind import Bound
 from .rewrite import Output, rewrite
 from .sample import Sample, draw
-from .sites import Site, find_sites
+from .sites import Operand, Site, find_sites
 from .still import StandStill
 from .tap import Program, Slots, tap
 from .trace import Trace, trace
@@ -63,10 +66,27 @@ class Pipeline:
     loss_takes_batches: bool
 
     def jacobian(
-        self, params: dict[str, Tensor], trainable: Sequence[str], buffers: Sequence[Tensor], x: Any, y: Any,
-        batch: int, *, conv_rule: str, create_graph: bool,
+        self, params: dict[str, Tensor], buffers: Sequence[Tensor], trainable: Sequence[str], x: Any, y: Any, batch: int,
+        options: Options,
     ) -> Jacobian:  # fmt: skip
         """Forward, cotangents and factors for one batch."""
+        losses, uses = self._evaluate(params, buffers, x, y, batch, options)
+        with torch.set_grad_enabled(options.create_graph):
+            terms = join_uses([use for _, use in uses])
+        leaves = {k: params[k] for k in trainable}
+        return Jacobian(losses if options.create_graph else losses.detach(), leaves, terms, options.create_graph)
+
+    def uses(
+        self, params: dict[str, Tensor], buffers: Sequence[Tensor], x: Any, y: Any, batch: int, options: Options
+    ) -> list[tuple[BoundSite, Operand, Factor]]:
+        """Every use of every parameter, with its factor, for `explain`."""
+        _, uses = self._evaluate(params, buffers, x, y, batch, options)
+        return [(site, operand, factor) for site, (operand, _, factor, _) in uses]
+
+    def _evaluate(
+        self, params: dict[str, Tensor], buffers: Sequence[Tensor], x: Any, y: Any, batch: int, options: Options
+    ) -> tuple[Tensor, list[tuple[BoundSite, FactorUse]]]:
+        create_graph = options.create_graph
         forward = self.program.run([*params.values(), *buffers, *trees.tensors(trees.as_call(x))])
         with torch.enable_grad():
             losses = self.losses(forward.outputs, y, batch)
@@ -74,11 +94,9 @@ class Pipeline:
         uses = []
         with torch.set_grad_enabled(create_graph), without_autocast(losses.device.type):
             for site in self.sites:
-                for operand, v, factor in factors(site, forward, grads, batch, conv_rule, create_graph):
-                    uses.append((operand, v, factor, self.windows[operand.node]))
-            terms = join_uses(uses)
-        leaves = {k: params[k] for k in trainable}
-        return Jacobian(losses if create_graph else losses.detach(), leaves, terms, create_graph)
+                for operand, v, factor in factors(site, forward, grads, batch, options.conv_rule, create_graph):
+                    uses.append((site, (operand, v, factor, self.windows[operand.node])))
+        return losses, uses
 
     def losses(self, tensors: list[Tensor], y: Any, batch: int) -> Tensor:
         """(B,) losses from the tensors of the model's output."""

@@ -29,6 +29,31 @@ class Window:
     whole: bool  # it is the parameter itself
     onto: bool  # it shows every element exactly once, so norms are the same
 
+    @classmethod
+    def identity(cls, name: str, p: Tensor) -> Window:
+        """The parameter itself."""
+        return cls(name, tuple(p.shape), tuple(p.stride()), 0, True, True)
+
+    @property
+    def isometric(self) -> bool:
+        """Whether rows of the view have the norm of the parameter's rows: no element is shown twice."""
+        return all(n == 1 or s for n, s in zip(self.size, self.stride, strict=True))
+
+    def disjoint(self, other: Window) -> bool:
+        """Whether two windows of one parameter certainly show no common element."""
+        mine, theirs = self._reach(), other._reach()
+        return self.param != other.param or mine[1] < theirs[0] or theirs[1] < mine[0]
+
+    def _reach(self) -> tuple[int, int]:
+        return self.offset, self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+
+    def of(self, v: Tensor, p: Tensor) -> Tensor:
+        """The same view of `v`, a tensor shaped like the parameter `p`."""
+        if self.whole:
+            return v
+        memory = torch.empty_strided(p.shape, p.stride(), dtype=v.dtype, device=v.device).copy_(v)
+        return memory.as_strided(self.size, self.stride, self.offset)
+
     def rows(self, rows: Tensor, p: Tensor) -> Tensor:
         """(b, *p.shape) from rows (b, *size) of the view."""
         if self.whole:
@@ -97,3 +122,15 @@ def vjp_rows(derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...],
             found.setdefault(k, []).append(g)
     for k, g in found.items():
         yield k, torch.stack(g)
+
+
+def jvp(derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...], v: dict[str, Tensor], create_graph: bool) -> Tensor:
+    """The derivative of `derived` along `v`, as the gradient of a vector-Jacobian product by its (linear) cotangent."""
+    with torch.enable_grad():
+        u = torch.zeros_like(derived).requires_grad_()
+        grads = dict(vjp(derived, leaves, names, u, create_graph=True))
+        total = [(g * v[k].conj()).sum() for k, g in grads.items() if g.requires_grad]
+        if not total:
+            return torch.zeros_like(derived)
+        (tangent,) = torch.autograd.grad(torch.stack(total).sum(), [u], create_graph=create_graph)
+    return tangent

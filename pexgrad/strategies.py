@@ -45,7 +45,7 @@ def naive(
             value = _example_loss(model, loss, params, x, y, b)
             rows.append(_grad(value, [params[k] for k in trainable], create_graph))
             losses.append(value if create_graph else value.detach())
-    return _stacked(losses, rows, trainable)
+    return _stacked(losses, rows, trainable, create_graph)
 
 
 def multi(
@@ -63,12 +63,13 @@ def multi(
         grads = _grad(torch.stack(losses).sum(), flat, create_graph)
     n = len(trainable)
     rows = [grads[b * n : (b + 1) * n] for b in range(batch)]
-    return _stacked([v if create_graph else v.detach() for v in losses], rows, trainable)
+    return _stacked([v if create_graph else v.detach() for v in losses], rows, trainable, create_graph)
 
 
-def _stacked(losses: list[Tensor], rows: list[list[Tensor]], trainable: list[str]) -> Jacobian:
+def _stacked(losses: list[Tensor], rows: list[list[Tensor]], trainable: list[str], create_graph: bool) -> Jacobian:
     columns = zip(*rows, strict=True)
-    return Jacobian.of_rows(torch.stack(losses), {k: torch.stack(c) for k, c in zip(trainable, columns, strict=True)})
+    by_name = {k: torch.stack(c) for k, c in zip(trainable, columns, strict=True)}
+    return Jacobian.of_rows(torch.stack(losses), by_name, create_graph)
 
 
 LOOPS: dict[str, Callable[..., Jacobian]] = {"naive": naive, "multi": multi}

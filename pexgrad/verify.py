@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import trees
+from .arguments import Options
 from .errors import ANY_MODEL, VerificationError
 from .loss import ExampleLosses
 from .pipeline import Pipeline
@@ -31,9 +32,7 @@ def verify(
             if not _finite(want.rows()) and at is two:
                 continue  # the changed parameters leave the model's domain; the given ones decide
             buffers = list(model.buffers().values())
-            got = pipeline.jacobian(
-                at.params, trainable, buffers, at.x, at.y, at.batch, conv_rule="auto", create_graph=False
-            )
+            got = pipeline.jacobian(at.params, buffers, trainable, at.x, at.y, at.batch, Options())
             wrong = _worst(got.rows() | {"": got.losses}, want.rows() | {"": want.losses})
             if wrong is not None and not _batch_agrees(got.rows(), pipeline, model, at):
                 raise VerificationError(_message(*wrong))

@@ -1,9 +1,10 @@
-"""What every factor offers. A factor implements `rows` and `narrow`; the rest follows from them.
+"""What every factor offers. A factor implements `rows` and `narrow`; the rest follows from them in bounded memory.
 
 Axes: b batch, t positions, then the operand's own. For a factor with rows G (b, *shape):
 
     sq_norms       |G_b|^2
     weighted_sum   sum_b w_b G_b
+    sum_squares    sum_b |G_b|^2, elementwise
     dot            <G_b, v>
     inner          <G_b, H_b> with another factor's rows H
     gram           <G_b, H_c>
@@ -13,12 +14,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from math import prod
 
 import torch
 from torch import Tensor
 
-# what a default may materialise of rows at a time: small against any model, large enough to be efficient
-PIECE_BYTES = 1 << 24
+# what a default may materialise at a time: small against any model, large enough to be efficient
+PIECE_BYTES = 1 << 23
 
 
 class Factor(ABC):
@@ -33,61 +35,77 @@ class Factor(ABC):
         """The number of examples."""
 
     @abstractmethod
-    def rows(self) -> Tensor:
-        """(b, *shape)."""
+    def rows(self, out: Tensor | None = None) -> Tensor:
+        """(b, *shape), written into `out` where that is given."""
 
     @abstractmethod
     def narrow(self, start: int, length: int) -> Factor:
         """The same for some of the examples."""
 
-    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Rows, a bounded number of examples at a time."""
-        size = max(1, PIECE_BYTES // max(1, self.row_numel * self.dtype.itemsize))
-        for start in range(0, self.batch, size):
-            length = min(size, self.batch - start)
-            yield slice(start, start + length), self.narrow(start, length).rows()
-
     @property
     def row_numel(self) -> int:
         """Elements of one row."""
-        numel = 1
-        for n in self.shape:
-            numel *= n
-        return numel
+        return prod(self.shape)
+
+    def algorithm(self) -> str:
+        """How rows are computed, for the reader of `explain`."""
+        return type(self).__name__.lower()
+
+    def norm_algorithm(self) -> str:
+        """How norms are computed, for the reader of `explain`."""
+        return "rows in pieces"
+
+    def keeps_rows(self) -> bool:
+        """Whether a norm followed by a weighted sum is cheaper through rows that are kept in between."""
+        return False
+
+    def slices(self, bytes_of_example: int) -> Iterator[slice]:
+        """The batch in runs of examples that together take about `PIECE_BYTES`."""
+        size = max(1, PIECE_BYTES // max(1, bytes_of_example))
+        for start in range(0, self.batch, size):
+            yield slice(start, min(start + size, self.batch))
+
+    def take(self, s: slice) -> Factor:
+        """The same for the examples of a slice."""
+        return self.narrow(s.start, s.stop - s.start)
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows, a bounded number of examples at a time."""
+        for s in self.slices(self.row_numel * self.dtype.itemsize):
+            yield s, self.take(s).rows()
 
     def sq_norms(self) -> Tensor:
         """(b,): the squared norm of each row, accumulated in at least float32."""
-        return _gather([square(g).sum(1) for _, g in self._flat_pieces()])
+        return gather([square(accumulable(g)).flatten(1).sum(1) for _, g in self.pieces()])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """(*shape): sum over b of weights[b] times row b."""
-        parts = [torch.tensordot(weights[s].to(g.dtype), g, 1) for s, g in self.pieces()]
-        return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+        return total(torch.tensordot(weights[s].to(g.dtype), g, 1) for s, g in self.pieces())
+
+    def sum_squares(self) -> Tensor:
+        """(*shape): sum over b of the squared modulus of row b, elementwise."""
+        return total(square(g).sum(0) for _, g in self.pieces())
 
     def dot(self, v: Tensor) -> Tensor:
         """(b,): the inner product of each row with `v` (*shape)."""
-        flat = v.reshape(-1)
-        return _gather([g @ flat.to(g.dtype) for _, g in self._flat_pieces()])
+        flat = accumulable(v.reshape(-1))
+        return gather([real(accumulable(g.flatten(1)) @ flat.conj()) for _, g in self.pieces()])
 
     def inner(self, other: Factor) -> Tensor:
         """(b,): the inner product of each row with the same example's row of `other`."""
-        return _gather(
-            [real(g * other.narrow(s.start, s.stop - s.start).rows().flatten(1)).sum(1) for s, g in self._flat_pieces()]
-        )
+        return gather([dots(g, other.take(s).rows()) for s, g in self.pieces()])
 
     def gram(self, other: Factor) -> Tensor:
         """(b, c): the inner products of all rows with all rows of `other`."""
-        return torch.cat(
-            [torch.cat([g @ h.mT for _, h in other._flat_pieces()], 1) for _, g in self._flat_pieces()], 0
-        )
-
-    def _flat_pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        for s, g in self.pieces():
-            yield s, accumulable(g.flatten(1))
+        lines = []
+        for _, g in self.pieces():
+            g = accumulable(g.flatten(1))
+            lines.append(torch.cat([real(g @ accumulable(h.flatten(1)).mH) for _, h in other.pieces()], 1))
+        return gather(lines)
 
 
 def accumulable(x: Tensor) -> Tensor:
-    """`x` in a dtype that sums of squares may be accumulated in: half precision in float32."""
+    """`x` in a dtype that sums of products may be accumulated in: half precision in float32."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -97,9 +115,28 @@ def square(x: Tensor) -> Tensor:
 
 
 def real(x: Tensor) -> Tensor:
-    """The real part."""
+    """The real part: the inner product of complex gradients as real ones."""
     return x.real if x.is_complex() else x
 
 
-def _gather(parts: list[Tensor]) -> Tensor:
+def dots(g: Tensor, h: Tensor) -> Tensor:
+    """(b,): the inner products of g and h, each (b, ...)."""
+    return real(accumulable(g) * accumulable(h).conj()).flatten(1).sum(1)
+
+
+def gather(parts: list[Tensor]) -> Tensor:
+    """Parts along the batch, as one."""
     return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+
+def total(parts: Iterator[Tensor]) -> Tensor:
+    """The sum of parts, one at a time."""
+    result = next(parts)
+    for part in parts:
+        result = result + part
+    return result
+
+
+def into(out: Tensor | None, rows: Tensor) -> Tensor:
+    """`rows`, copied into `out` where that is given."""
+    return rows if out is None else out.copy_(rows)

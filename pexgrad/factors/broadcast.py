@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ._base import Factor
+from ._base import Factor, into
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +28,15 @@ class Broadcast(Factor):
 
     def narrow(self, start: int, length: int) -> Broadcast:
         r = None if self.r is None else self.r.narrow(0, start, length)
-        return Broadcast(self.g.narrow(0, start, length), r, self.shape, self.dtype)
+        return replace(self, g=self.g.narrow(0, start, length), r=r)
 
-    def rows(self) -> Tensor:
+    def rows(self, out: Tensor | None = None) -> Tensor:
         product = self.g if self.r is None else self.g * self.r
-        return product.sum(1).reshape(self.batch, *self.shape).to(self.dtype)
+        summed = product[:, 0] if product.shape[1] == 1 else product.sum(1)
+        return into(out, summed.reshape(self.batch, *self.shape).to(self.dtype))
+
+    def algorithm(self) -> str:
+        return "sum over positions"
+
+    def keeps_rows(self) -> bool:
+        return True  # they are no larger than what they are summed from

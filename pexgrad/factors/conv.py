@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from ..errors import InputError
-from ._base import Factor
+from ._base import Factor, dots, into
 from .outer import Outer
 
 CONV = (F.conv1d, F.conv2d, F.conv3d)
@@ -58,9 +59,50 @@ class Conv(Factor):
     def narrow(self, start: int, length: int) -> Conv:
         return replace(self, x=self.x.narrow(0, start, length), g=self.g.narrow(0, start, length))
 
-    def rows(self) -> Tensor:
-        algorithm = ALGORITHMS[choose(self) if self.rule == "auto" else self.rule]
-        return algorithm(self).reshape(self.batch, *self.shape).to(self.dtype)
+    def rows(self, out: Tensor | None = None) -> Tensor:
+        name = self.algorithm()
+        if name == "unfold":
+            return self.unfolded().rows(out)
+        if name == "loop" and out is not None:
+            for row, x, g in zip(out, self.x, self.g, strict=True):
+                row.copy_(weight_gradient(x, g, self))
+            return out
+        return into(out, ALGORITHMS[name](self).reshape(self.batch, *self.shape).to(self.dtype))
+
+    def algorithm(self) -> str:
+        return choose(self) if self.rule == "auto" else self.rule
+
+    def keeps_rows(self) -> bool:
+        return self.norm_algorithm() != "gram"  # rows cost as much as the weighted sum, which they then give for free
+
+    def norm_algorithm(self) -> str:
+        d, c = self.shape[0] // self.geometry.groups, prod(self.shape[1:])
+        t = self.g[0, :, 0].numel()
+        return "gram" if 2 * t * (c + d) < c * d else "rows in pieces"
+
+    def sq_norms(self) -> Tensor:
+        return self.unfolded().sq_norms() if self.norm_algorithm() == "gram" else super().sq_norms()
+
+    def inner(self, other: Factor) -> Tensor:
+        same = isinstance(other, Conv) and self.norm_algorithm() == other.norm_algorithm() == "gram"
+        return self.unfolded().inner(other.unfolded()) if same else super().inner(other)
+
+    def gram(self, other: Factor) -> Tensor:
+        return self.unfolded().gram(other.unfolded()) if isinstance(other, Conv) else super().gram(other)
+
+    def dot(self, v: Tensor) -> Tensor:
+        return dots(self._forward(v).reshape(self.g.shape), self.g.conj())
+
+    def _forward(self, v: Tensor) -> Tensor:
+        geometry, n = self.geometry, len(self.geometry.kernel)
+        y = CONV[n - 1](
+            self.x.flatten(0, 1), v.to(self.x.dtype), None, geometry.stride, geometry.padding, geometry.dilation,
+            geometry.groups,
+        )  # fmt: skip
+        # a transposed convolution's cotangent may be smaller than what these settings give
+        for i, size in enumerate(self.g.shape[3:]):
+            y = y.narrow(2 + i, 0, size)
+        return y
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         g = self.g * weights.reshape(-1, *[1] * (self.g.dim() - 1)).to(self.g.dtype)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ._base import Factor
+from ._base import Factor, into
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +32,8 @@ class Rows(Factor):
     def narrow(self, start: int, length: int) -> Rows:
         return Rows(self.values.narrow(0, start, length))
 
-    def rows(self) -> Tensor:
-        return self.values
+    def rows(self, out: Tensor | None = None) -> Tensor:
+        return into(out, self.values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Replay(Factor):
     """The fallback: exact for any operation, one vector-Jacobian product of it for each example."""
 
     vjp_of_example: Callable[[int], Tensor]  # b -> (*shape)
-    vjp_of_weights: Callable[[Tensor], Tensor]  # (batch,) -> (*shape)
+    vjp_of_weights: Callable[[Tensor], Tensor]  # (total,) -> (*shape)
     start: int
     length: int
     total: int
@@ -53,12 +53,13 @@ class Replay(Factor):
         return self.length
 
     def narrow(self, start: int, length: int) -> Replay:
-        return Replay(
-            self.vjp_of_example, self.vjp_of_weights, self.start + start, length, self.total, self.shape, self.dtype
-        )
+        return replace(self, start=self.start + start, length=length)
 
-    def rows(self) -> Tensor:
-        return torch.stack([self.vjp_of_example(b) for b in range(self.start, self.start + self.length)])
+    def rows(self, out: Tensor | None = None) -> Tensor:
+        return into(out, torch.stack([self.vjp_of_example(b) for b in range(self.start, self.start + self.length)]))
+
+    def algorithm(self) -> str:
+        return "replayed for each example"
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         padded = weights.new_zeros(self.total)

@@ -1,17 +1,23 @@
 """The outer factor: row b is the sum over positions t of g[b,t] (x) x[b,t], for each of h heads or groups.
 
     G[b, h, o, i] = sum_t g[b, t, h, o] x[b, t, h, i]        reshaped to the operand's shape
+
+Its norm has three ways, of which the cheapest is taken (multiplications an example and head):
+
+    t = 1   |g|^2 |x|^2                                       i + o
+    gram    sum over t, t' of (x x^T)[t, t'] (g g^T)[t, t']   t^2 (i + o)
+    rows    the rows themselves, in pieces                    t i o
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ._base import Factor
+from ._base import Factor, accumulable, gather, into, real, square
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,15 +34,83 @@ class Outer(Factor):
         return self.g.shape[0]
 
     def narrow(self, start: int, length: int) -> Outer:
-        return Outer(
-            self.g.narrow(0, start, length), self.x.narrow(0, start, length), self.shape, self.dtype
-        )
+        return replace(self, g=self.g.narrow(0, start, length), x=self.x.narrow(0, start, length))
 
-    def rows(self) -> Tensor:
-        g, x = rearrange(self.g, "b t h o -> b h o t"), rearrange(self.x, "b t h i -> b h t i")
-        return torch.matmul(g, x).reshape(self.batch, *self.shape).to(self.dtype)
+    def rows(self, out: Tensor | None = None) -> Tensor:
+        b, t, h, o = self.g.shape
+        g, x = self.g.movedim(1, -1), self.x.movedim(1, -2)  # (b, h, o, t), (b, h, t, i)
+        if out is None or out.dtype != g.dtype or not out.is_contiguous():
+            return into(out, (g * x if t == 1 else torch.matmul(g, x)).reshape(b, *self.shape).to(self.dtype))
+        view = out.view(b, h, o, -1)
+        (torch.mul if t == 1 else torch.matmul)(g, x, out=view)
+        return out
+
+    def algorithm(self) -> str:
+        return "outer product" if self.g.shape[1] == 1 else "batched matrix product"
+
+    def norm_algorithm(self) -> str:
+        t, o, i = self.g.shape[1], self.g.shape[3], self.x.shape[3]
+        if t == 1:
+            return "product of norms"
+        return "gram" if t * (i + o) < i * o else "rows in pieces"
+
+    def sq_norms(self) -> Tensor:
+        how = self.norm_algorithm()
+        if how == "rows in pieces":
+            return super().sq_norms()
+        if how == "product of norms":
+            norms = square(accumulable(self.g)).sum(-1) * square(accumulable(self.x)).sum(-1)
+            return norms.flatten(1).sum(1)
+        return self.inner(self)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         g = rearrange(self.g * weights[:, None, None, None].to(self.g.dtype), "b t h o -> h o (b t)")
         x = rearrange(self.x, "b t h i -> h (b t) i")
         return torch.matmul(g, x).reshape(self.shape).to(self.dtype)
+
+    def sum_squares(self) -> Tensor:
+        if self.g.shape[1] > 1:
+            return super().sum_squares()
+        g, x = square(self.g[:, 0]), square(self.x[:, 0])
+        return torch.einsum("bho,bhi->hoi", g, x).reshape(self.shape)
+
+    def dot(self, v: Tensor) -> Tensor:
+        b, t, h, o = self.g.shape
+        v = accumulable(v).conj().reshape(h, o, -1)
+        mapped = torch.einsum("bthi,hoi->btho", accumulable(self.x), v)
+        return real(mapped * accumulable(self.g)).flatten(1).sum(1)
+
+    def inner(self, other: Factor) -> Tensor:
+        if not isinstance(other, Outer):
+            # the other may know a way that avoids rows; if not, it comes back to rows by itself
+            return other.inner(self) if type(other).inner is not Factor.inner else super().inner(other)
+        if other.g.shape[2:] != self.g.shape[2:] or not self._gram_pays(other):
+            return super().inner(other)
+        parts = []
+        for s in self.slices(self.g.shape[1] * other.g.shape[1] * self.g.shape[2] * 8):
+            gg = _positions(self.g[s], other.g[s])
+            parts.append(real(gg * _positions(self.x[s], other.x[s])).flatten(1).sum(1))
+        return gather(parts)
+
+    def _gram_pays(self, other: Outer) -> bool:
+        o, i = self.g.shape[3], self.x.shape[3]
+        return other.g.shape[1] * (i + o) < 2 * i * o
+
+    def gram(self, other: Factor) -> Tensor:
+        if not isinstance(other, Outer) or other.g.shape[2:] != self.g.shape[2:]:
+            return super().gram(other)
+        b, t, h, o = self.g.shape
+        c, u, i = other.batch, other.g.shape[1], self.x.shape[3]
+        if t * u * (i + o) > i * o * (1 + t / c + u / b):  # pairs of positions against pairs of rows
+            return super().gram(other)
+        lines = []
+        for s in self.slices(t * h * c * u * 8):
+            gg = torch.einsum("btho,cuho->bchtu", accumulable(self.g[s]), accumulable(other.g).conj())
+            xx = torch.einsum("bthi,cuhi->bchtu", accumulable(self.x[s]), accumulable(other.x).conj())
+            lines.append(real(gg * xx).flatten(2).sum(2))
+        return gather(lines)
+
+
+def _positions(a: Tensor, b: Tensor) -> Tensor:
+    """(b, h, t, u): the inner products of all positions of a (b, t, h, f) with all of b (b, u, h, f)."""
+    return torch.matmul(accumulable(a).movedim(1, 2), accumulable(b).conj().movedim(1, 2).mT)

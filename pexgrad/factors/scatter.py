@@ -1,16 +1,20 @@
 """The scatter factor: g[b,t] is added at row id[b,t] of a table.
 
     G[b, v, :] = sum over t with id[b, t] = v of g[b, t, :]
+
+Nothing of the table's size is built, except by `rows`. With the head of a language model that shares the table, an
+outer factor with rows sum_t g'[b, t, v] x[b, t, :], the inner product is sum over t, u of g'[b, t, id[b, u]] <x[b, t], g[b, u]>.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ._base import Factor
+from ._base import Factor, accumulable, gather, into, real, square
+from .outer import Outer
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,18 +31,68 @@ class Scatter(Factor):
         return self.g.shape[0]
 
     def narrow(self, start: int, length: int) -> Scatter:
-        return Scatter(
-            self.g.narrow(0, start, length), self.ids.narrow(0, start, length), self.shape, self.dtype
-        )
+        return replace(self, g=self.g.narrow(0, start, length), ids=self.ids.narrow(0, start, length))
 
-    def rows(self) -> Tensor:
-        v = self.shape[0]
-        example = torch.arange(self.batch, device=self.ids.device)[:, None] * v
-        table = self.g.new_zeros(self.batch * v, self.g.shape[2])
-        table = table.index_add(0, (example + self.ids).flatten(), self.g.flatten(0, 1))
-        return table.reshape(self.batch, *self.shape).to(self.dtype)
+    def rows(self, out: Tensor | None = None) -> Tensor:
+        keys = (torch.arange(self.batch, device=self.ids.device)[:, None] * self.shape[0] + self.ids).flatten()
+        g = self.g.flatten(0, 1)
+        if out is not None and out.is_contiguous() and out.dtype == g.dtype:
+            out.zero_().view(-1, g.shape[1]).index_add_(0, keys, g)
+            return out
+        table = g.new_zeros(self.batch * self.shape[0], g.shape[1]).index_add(0, keys, g)
+        return into(out, table.reshape(self.batch, *self.shape).to(self.dtype))
+
+    def algorithm(self) -> str:
+        return "scatter-add"
+
+    def norm_algorithm(self) -> str:
+        return "sums over equal ids"
+
+    def sq_norms(self) -> Tensor:
+        g = accumulable(self.g).flatten(0, 1)
+        keys = (torch.arange(self.batch, device=self.ids.device)[:, None] * self.shape[0] + self.ids).flatten()
+        distinct, place = torch.unique(keys, return_inverse=True)
+        sums = g.new_zeros(len(distinct), g.shape[1]).index_add(0, place, g)
+        of_key = square(sums).sum(1)
+        return of_key.new_zeros(self.batch).index_add(0, distinct // self.shape[0], of_key)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         g = self.g * weights[:, None, None].to(self.g.dtype)
         table = g.new_zeros(self.shape[0], g.shape[2])
         return table.index_add(0, self.ids.flatten(), g.flatten(0, 1)).reshape(self.shape).to(self.dtype)
+
+    def dot(self, v: Tensor) -> Tensor:
+        table = accumulable(v).conj().reshape(self.shape[0], -1)
+        return real(table[self.ids] * accumulable(self.g)).flatten(1).sum(1)
+
+    def inner(self, other: Factor) -> Tensor:
+        if isinstance(other, Scatter):
+            return gather([self._pairs(other, s) for s in self.slices(self._pair_bytes(other.ids.shape[1]))])
+        if isinstance(other, Outer) and self._is_head(other):
+            return gather([self._head(other, s) for s in self.slices(self._pair_bytes(other.g.shape[1]))])
+        return super().inner(other)
+
+    def gram(self, other: Factor) -> Tensor:
+        if not isinstance(other, Scatter):
+            return super().gram(other)
+        g, h = accumulable(self.g), accumulable(other.g)
+        lines = []
+        for b in range(self.batch):
+            same = self.ids[b][None, :, None] == other.ids[:, None, :]  # (c, t, u)
+            lines.append((same * real(g[b] @ h.mH)).sum((1, 2)))
+        return torch.stack(lines)
+
+    def _pair_bytes(self, positions: int) -> int:
+        return self.ids.shape[1] * positions * 8
+
+    def _pairs(self, other: Scatter, s: slice) -> Tensor:
+        same = self.ids[s][:, :, None] == other.ids[s][:, None, :]  # (b, t, u)
+        return (same * real(accumulable(self.g[s]) @ accumulable(other.g[s]).mH)).sum((1, 2))
+
+    def _is_head(self, other: Outer) -> bool:
+        return other.g.shape[2] == 1 and other.g.shape[3] == self.shape[0]
+
+    def _head(self, head: Outer, s: slice) -> Tensor:
+        g, x = accumulable(head.g[s, :, 0]), accumulable(head.x[s, :, 0])  # (b, t, v), (b, t, f)
+        ids = self.ids[s][:, None, :].expand(-1, g.shape[1], -1)
+        return real(g.gather(2, ids) * (x @ accumulable(self.g[s]).mH)).sum((1, 2))

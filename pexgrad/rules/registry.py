@@ -9,7 +9,8 @@ and t counts what of that dimension belongs to one example (1 for a plain batch,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,3 +80,17 @@ def find_rule(operation: Any, operand: str) -> Rule | None:
 def registered() -> dict[tuple[OpOverload, str], Rule]:
     """Every rule, by operation and operand."""
     return dict(_rules)
+
+
+@contextmanager
+def replaced(operation: OpOverload, operand: str, function: RuleFunction | None) -> Iterator[None]:
+    """Use another rule for an operand, or none, within a `with` block: for trying out and for testing."""
+    before = _rules.pop((operation, operand), None)
+    try:
+        if function is not None:
+            register_rule(operation, operand, batch_dim=before.batch_dim if before else None)(function)
+        yield
+    finally:
+        _rules.pop((operation, operand), None)
+        if before is not None:
+            _rules[operation, operand] = before

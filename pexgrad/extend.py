@@ -1,0 +1,95 @@
+"""The whole extension surface: register a rule for an operation, and check it.
+
+A rule gives the per-example gradient of one operand of one ATen operation as a *factor*, from the cotangent of the
+operation's output and the forward values that it names:
+
+>>> @register_rule(torch.ops.aten.linear.default, "bias")
+... def linear_bias(g, *, shape, dtype):  # g (b, t, *rest)
+...     return Broadcast(g.flatten(1, -2), None, shape, dtype)
+
+Positional parameters after the first are the operation's arguments whose values the rule needs, by their name in the
+schema; keyword-only ones are its settings, plus `shape` and `dtype` of the operand, `batch_dim` of the output, and
+`conv_rule`. Batched tensors arrive as (b, t, *rest): `rest` is the shape without the batch dimension, and t counts the
+positions of that dimension that belong to one example (1, unless the batch was folded with another axis).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .api import per_example_grad, per_example_jacobian
+from .errors import VerificationError
+from .factors import Broadcast as Broadcast
+from .factors import Conv as Conv
+from .factors import Factor as Factor
+from .factors import Geometry as Geometry
+from .factors import Outer as Outer
+from .factors import Rows as Rows
+from .factors import Scatter as Scatter
+from .rules.registry import register_rule as register_rule
+from .rules.registry import registered as registered
+from .rules.registry import replaced
+
+
+def check_rule(
+    function: Callable[..., Any], params: dict[str, Tensor], *inputs: Tensor, tolerance: float = 1e-8
+) -> None:
+    """Raise where the rules that `function(params, *inputs)` runs through are wrong.
+
+    >>> check_rule(lambda p, x: torch.nn.functional.linear(x, p["w"]), {"w": torch.randn(4, 3)}, torch.randn(5, 2, 3))
+
+    Everything is converted to float64. Rows are compared with the definition, a loop over batches of one; norms,
+    weighted sums and inner products are compared with those rows.
+
+    Args:
+        function: uses the operation under test; its output has the batch on dimension 0.
+        params: name -> tensor.
+        *inputs: input tensors with the batch on dimension 0, of at least two examples.
+        tolerance: the largest relative error that passes.
+
+    Raises:
+        VerificationError: naming the parameter, what is wrong, and by how much.
+    """
+    params = {k: _double(p) for k, p in params.items()}
+    x = tuple(_double(t) for t in inputs)
+    want = per_example_grad(function, _probe_loss, strategy="naive")(params, x)
+    jacobian = per_example_jacobian(function, _probe_loss, verify=False)(params, x)
+    rows = jacobian.rows()
+    for k, w in want.items():
+        _compare(f"the rows of '{k}'", rows[k], w, tolerance)
+    flat = torch.cat([w.flatten(1) for w in want.values()], 1)
+    weights = torch.linspace(-1, 1, len(flat), dtype=torch.float64)
+    direction = {k: torch.ones_like(p) for k, p in params.items()}
+    _compare("the norms", jacobian.norms(), flat.norm(dim=1), tolerance)
+    _compare("the inner products", jacobian.gram(), flat @ flat.T, tolerance)
+    _compare("the products with a direction", jacobian @ direction, flat.sum(1), tolerance)
+    for k, total in (jacobian.T @ weights).items():
+        _compare(f"the weighted sum of '{k}'", total, torch.tensordot(weights, want[k], 1), tolerance)
+
+
+def _probe_loss(output: Tensor, _: None) -> Tensor:
+    """A fixed non-linear function of every element of the output, for each example."""
+    flat = output.flatten(1)
+    return (flat * torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype, device=flat.device)).sin().sum(1)
+
+
+def _double(t: Tensor) -> Tensor:
+    return t.detach().double() if t.is_floating_point() else t.detach()
+
+
+def _compare(what: str, got: Any, want: Tensor, tolerance: float) -> None:
+    if got.shape != want.shape:
+        raise VerificationError(f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+    error = float((got - want).norm() / want.norm().clamp(min=1e-12))
+    if not error <= tolerance:
+        raise VerificationError(f"{what} differ from the definition by a relative error of {error:.1e}")
+
+
+__all__ = [
+    "Broadcast", "Conv", "Factor", "Geometry", "Outer", "Rows", "Scatter",
+    "check_rule", "register_rule", "registered", "replaced",
+]  # fmt: skip

@@ -1,0 +1,56 @@
+"""Gaussian noise for a clipped sum."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+
+
+def add_noise(
+    grads: Mapping[str, Tensor], noise_multiplier: float, max_norm: float, generator: torch.Generator | None = None
+) -> dict[str, Tensor]:
+    """A clipped sum plus Gaussian noise of standard deviation `noise_multiplier * max_norm` in every element.
+
+    This is the Gaussian mechanism of Abadi et al. 2016 (arXiv 1607.00133), algorithm 1, for the *sum*; divide by the
+    expected batch size afterwards.
+
+    >>> out = clipped_grad(model, max_norm=1.0)(params, x, y)
+    >>> noisy = add_noise(out.grads, noise_multiplier=1.1, max_norm=1.0)
+
+    What is private: the noisy sum, to the extent that an accountant says for your sampling of batches. What is not: `norms` and
+    `losses` of the same call, the clean `grads`, and anything chosen by looking at them. The noise is floating-point
+    noise from a pseudo-random generator; it does not withstand an adversary who exploits the rounding of
+    floating-point numbers (Mironov 2012) or who knows the seed.
+
+    Args:
+        grads: name -> (*shape), the sum of clipped gradients.
+        noise_multiplier: standard deviation in units of the sensitivity, at least 0.
+        max_norm: the sensitivity, that is the norm to which each example was clipped, in units of the gradient.
+        generator: a seeded generator makes the noise repeatable, for experiments; without one it is seeded from the
+            system's entropy at each call, and torch's global generators are neither used nor advanced.
+
+    Returns:
+        name -> (*shape), new tensors.
+
+    Raises:
+        InputError: where `noise_multiplier` or `max_norm` is negative or not finite.
+    """
+    for name, number in (("noise_multiplier", noise_multiplier), ("max_norm", max_norm)):
+        if not 0 <= number < float("inf"):
+            raise InputError(f"{name}={number!r} must be a finite number, at least 0")
+    scale = noise_multiplier * max_norm
+    return {k: g + scale * _normal(g, generator or _fresh_generator(g.device)) for k, g in grads.items()}
+
+
+def _fresh_generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(secrets.randbits(63))
+
+
+def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(like.shape, generator=generator, device=generator.device, dtype=like.dtype)
+    return noise.to(like.device)
