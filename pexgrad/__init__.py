@@ -14,6 +14,16 @@ from .errors import PexgradError as PexgradError
 from .errors import TraceError as TraceError
 from .errors import VerificationError as VerificationError
 from .jacobian import Jacobian as Jacobian
+from .jacobian import Moments as Moments
+from .measures import ImportanceSample as ImportanceSample
+from .measures import NoiseScale as NoiseScale
+from .measures import dataset_moments as dataset_moments
+from .measures import fisher_diagonal as fisher_diagonal
+from .measures import grand_scores as grand_scores
+from .measures import importance_sample as importance_sample
+from .measures import noise_scale as noise_scale
+from .measures import project as project
+from .measures import tracin as tracin
 from .noise import add_noise as add_noise
 from .transforms import Clipped as Clipped
 

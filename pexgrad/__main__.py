@@ -13,7 +13,9 @@ DEMO_EXTRA = {"dp_accounting", "sklearn", "tqdm"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command named by `argv` and return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m pexgrad", description="Per-example gradients in PyTorch.")
+    parser = argparse.ArgumentParser(
+        prog="python -m pexgrad", description="Per-example gradients in PyTorch."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     demo = commands.add_parser("demo", help=options.SUMMARY, **options.PARSER)
     options.add_to(demo)

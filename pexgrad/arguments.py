@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from . import trees
 from .errors import InputError
 from .factors.conv import check_conv_rule
-from .rebind import Bound
+from .rebind import Bound, Snapshot, snapshot
 from .strategies import STRATEGIES
 
 Params = Mapping[str, Tensor]
@@ -65,6 +65,7 @@ class Call:
     x: Any
     y: Any
     batch: int
+    module: Snapshot  # what the module held when it was called
 
     def zeros(self, *leading: int) -> dict[str, Tensor]:
         """name -> zeros (*leading, *shape) for the entries to differentiate."""
@@ -98,14 +99,16 @@ def check_call(model: Bound, params: Params, x: Any, y: Any) -> Call:
         raise InputError(f"params must be a dict of tensors by name, not {type(params).__name__}")
     if not params:
         raise InputError("params is empty: there is nothing to differentiate; pass dict(model.named_parameters())")
-    own = model.parameters()
+    module = snapshot(model.model)
+    own = module.parameters
     for name, p in params.items():
         _check_parameter(model, name, p, own)
     trainable = [k for k in params if not own or own[k].requires_grad]
     for k in trainable:
         _check_trainable(k, params[k])
     full = dict(params) | {k: p for k, p in own.items() if k not in params}
-    return Call(full, trainable, x, y, trees.batch_size(x, y))
+    batch = trees.batch_size(trees.flatten(trees.as_call(x))[0], trees.flatten(y)[0])
+    return Call(full, trainable, x, y, batch, module)
 
 
 def check_out(out: Mapping[str, Tensor], call: Call, create_graph: bool) -> dict[str, Tensor]:

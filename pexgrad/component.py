@@ -137,6 +137,9 @@ class Component:
         return {k: torch.cat(p) for k, p in parts.items()}
 
     def _slices(self) -> Iterator[slice]:
+        if isinstance(self.batch, torch.SymInt):  # a graph for every batch size has no loop over it
+            yield slice(0, self.batch)
+            return
         size = max(1, PIECE_BYTES // max(1, sum(p.numel() * p.element_size() for p in self.leaves.values())))
         for start in range(0, self.batch, size):
             yield slice(start, min(start + size, self.batch))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from .factors import Factor, Replay
 from .layout import Layout
 from .plan import Use
+from .rules.registry import GIVEN, Rule
 from .sites import Operand, Site
 from .tap import Forward, Slots
 
@@ -25,6 +27,55 @@ class BoundSite:
     slots: Slots
     layouts: tuple[Layout, ...]  # of each activation
     residual_layouts: dict[fx.Node, Layout]  # of each batched residual
+
+    @cached_property
+    def calls(self) -> list[RuleCall | None]:
+        """How each use's rule is called; None for the fallback."""
+        return [None if use.rule is None else self._call(use.rule) for use in self.uses]
+
+    def _call(self, rule: Rule) -> RuleCall:
+        arguments = {n: self._source(n) for n in (*rule.residuals, *rule.statics) if n not in GIVEN}
+        given = tuple(n for n in rule.statics if n in GIVEN)
+        statics = {n: arguments[n] for n in rule.statics if n in arguments}
+        literal = {n: a for n, a in statics.items() if not isinstance(a, Kept | Tree)}
+        kept = {n: a for n, a in statics.items() if n not in literal}
+        return RuleCall(rule.function, [arguments[n] for n in rule.residuals], literal, kept, given)
+
+    def _source(self, name: str) -> Any:
+        argument = self.site.arguments[name]
+        if isinstance(argument, fx.Node):
+            return Kept(self.slots.residuals[argument], self.residual_layouts.get(argument))
+        return Tree(argument) if _holds_nodes(argument) else argument
+
+
+class Kept(NamedTuple):
+    """An argument that the forward pass kept."""
+
+    slot: int
+    layout: Layout | None  # None: it has no batch
+
+
+class Tree(NamedTuple):
+    """An argument that holds nodes: a size list with the batch size in it, a list of tensors."""
+
+    argument: Any
+
+
+@dataclass(frozen=True, eq=False)
+class RuleCall:
+    """A rule's function and where its arguments come from."""
+
+    function: Callable[..., Factor]
+    residuals: list[Any]
+    literal: dict[str, Any]
+    kept: dict[str, Any]
+    given: tuple[str, ...]
+
+
+def _holds_nodes(argument: Any) -> bool:
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, lambda n: found.append(n) or n)
+    return bool(found)
 
 
 def cotangents(forward: Forward, losses: Tensor, create_graph: bool) -> list[Tensor | None]:
@@ -45,36 +96,44 @@ def factors(
     own = [grads[i] for i in bound.slots.edges]
     if all(g is None for g in own):
         return
-    for use, slot in zip(bound.uses, bound.slots.operands, strict=True):
+    cotangent = None
+    for use, call, slot in zip(bound.uses, bound.calls, bound.slots.operands, strict=True):
         operand_value = forward.operands[slot]
-        if use.rule is None:
+        if call is None:
             factor: Factor = _replay(bound, use, forward, own, operand_value, batch, create_graph)
         else:
-            factor = _by_rule(bound, use, forward, own[0], operand_value, batch, conv_rule)
+            if cotangent is None:
+                assert own[0] is not None
+                cotangent = bound.layouts[0].split(own[0], batch)
+            factor = _by_rule(bound, call, forward, cotangent, operand_value, batch, conv_rule)
         yield use.operand, operand_value, factor
 
 
 def _by_rule(
-    bound: BoundSite, use: Use, forward: Forward, cotangent: Tensor | None, operand: Tensor, batch: int, conv_rule: str
+    bound: BoundSite, call: RuleCall, forward: Forward, cotangent: Tensor, operand: Tensor, batch: int, conv_rule: str
 ) -> Factor:
-    assert use.rule is not None and cotangent is not None
-    (layout,) = bound.layouts
-    given = {"shape": operand.shape, "dtype": operand.dtype, "batch_dim": layout.dim, "conv_rule": conv_rule}
+    given = {"shape": operand.shape, "dtype": operand.dtype, "batch_dim": bound.layouts[0].dim, "conv_rule": conv_rule}
 
-    def residual(node: fx.Node) -> Any:
-        kept = forward.residuals[bound.slots.residuals[node]]
-        if isinstance(kept, Tensor) and not torch.is_grad_enabled():
-            kept = kept.detach()
-        at = bound.residual_layouts.get(node)
-        return kept if at is None else at.split(kept, batch)
+    def kept(slot: int, at: Layout | None) -> Any:
+        value = forward.residuals[slot]
+        if isinstance(value, Tensor) and not torch.is_grad_enabled():
+            value = value.detach()
+        return value if at is None else at.split(value, batch)
 
-    def argument(name: str) -> Any:
-        return given[name] if name in given else fx.node.map_arg(bound.site.arguments[name], residual)
+    def argument(source: Any) -> Any:
+        if isinstance(source, Kept):
+            return kept(*source)
+        if isinstance(source, Tree):
+            slots, layouts = bound.slots.residuals, bound.residual_layouts
+            return fx.node.map_arg(source.argument, lambda n: kept(slots[n], layouts.get(n)))
+        return source
 
-    return use.rule.function(
-        layout.split(cotangent, batch),
-        *(argument(n) for n in use.rule.residuals),
-        **{n: argument(n) for n in use.rule.statics},
+    return call.function(
+        cotangent,
+        *map(argument, call.residuals),
+        **call.literal,
+        **{n: argument(a) for n, a in call.kept.items()},
+        **{n: given[n] for n in call.given},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from .component import Component, Term, components
 from .errors import InputError
 from .factors import Factor, Rows
 from .factors.joined import join
+from .modes import recording
 from .pullback import Window
 from .sites import Operand
 
@@ -66,8 +68,8 @@ class Jacobian:
     def _components(self) -> list[Component]:
         return components(self.leaves, self.terms, self.create_graph)
 
-    def _mode(self) -> torch.set_grad_enabled:
-        return torch.set_grad_enabled(self.create_graph)
+    def _mode(self) -> AbstractContextManager[None]:
+        return recording(self.create_graph)
 
     def rows(self, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """name -> (B, *shape): the per-example gradients, written into `out` where that is given."""
@@ -191,6 +193,9 @@ def join_uses(uses: list[Use]) -> list[Term]:
         grouped.setdefault(id(use[1]), []).append(use)
     terms = []
     for same in grouped.values():
-        operand, value, _, window = same[0]
+        operand, value, factor, window = same[0]
+        if len(same) == 1:
+            terms.append(Term(value, operand.params, window, factor))
+            continue
         terms += [Term(value, operand.params, window, f) for f in join([u[2] for u in same])]
     return terms

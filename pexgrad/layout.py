@@ -36,6 +36,8 @@ class Layout:
 
     def split(self, x: Tensor, batch: int) -> Tensor:
         """(b, t, *rest): the batch first, then the t = lead * trail positions of the fold."""
+        if self.fold == 1:
+            return x.movedim(self.dim, 0).unsqueeze(1) if self.dim else x.unsqueeze(1)
         return self.view(x, batch).flatten(1, 2)
 
     def example(self, x: Tensor, batch: int, b: int) -> Tensor:

@@ -48,9 +48,19 @@ def _rule(site: Site, operand: Operand, symbol: Any) -> Rule | None:
     rule = find_rule(site.node.target, operand.name)
     if rule is not None and _fits(rule, site, symbol):
         return rule
-    if isinstance(site.node.target, OpOverload) and torch.Tag.nondeterministic_seeded in site.node.target.tags:
+    if _draws(site):
         raise TraceError(f"{where(site.node)} draws random numbers and takes parameters {_params(site)}; {ANY_MODEL}")
     return None
+
+
+def _draws(site: Site) -> bool:
+    """Whether the operation draws random numbers, so that replaying it would draw others."""
+    target = site.node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    chances = [site.arguments[k] for k in ("dropout_p", "dropout", "p") if k in site.arguments]
+    training = [site.arguments[k] for k in ("training", "train") if k in site.arguments]
+    return not (chances and 0 in chances) and not (training and not any(training))
 
 
 def _fits(rule: Rule, site: Site, symbol: Any) -> bool:

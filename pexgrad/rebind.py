@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,23 +82,46 @@ class Bound:
         return self.at(params, {k: b.detach().clone() for k, b in self.buffers().items()})
 
 
-def fingerprint(model: nn.Module | Callable[..., Any]) -> tuple[Any, ...]:
-    """What a trace depends on in the module besides tensors: structure, flags, hooks, plain settings."""
-    if not isinstance(model, nn.Module):
-        return (id(model),)
-    return tuple(_module_state(m) for m in model.modules())
+class Snapshot(NamedTuple):
+    """What a module holds at one moment, from one walk through it."""
+
+    parameters: dict[str, Tensor]  # by the names of named_parameters(); a tied one once
+    buffers: dict[str, Tensor]
+    # everything else that a trace depends on: submodules, flags, settings, hooks. They are compared by identity, so
+    # whoever keeps a fingerprint keeps these too: an object that is alive shares its identity with no other.
+    references: list[Any]
+
+    def fingerprint(self) -> tuple[int, ...]:
+        """The identities of the references."""
+        return tuple(map(id, self.references))
 
 
-def _module_state(m: nn.Module) -> tuple[Any, ...]:
-    state = [id(m)]
-    for key, value in vars(m).items():
-        if isinstance(value, bool | int | float | str | None):
-            state.append(value)
-        elif key.endswith("_hooks"):
-            state.append(tuple(map(id, value.values())) if value else ())
-        elif not isinstance(value, dict | Tensor):
-            state.append(id(value))
-    return tuple(state)
+def snapshot(model: nn.Module | Callable[..., Any]) -> Snapshot:
+    """Walk through a module once; a function holds nothing but itself."""
+    found = Snapshot({}, {}, [])
+    if isinstance(model, nn.Module):
+        _walk(model, "", found, set())
+    else:
+        found.references.append(model)
+    return found
+
+
+def _walk(m: nn.Module, prefix: str, found: Snapshot, seen: set[int]) -> None:
+    if id(m) in seen:
+        return
+    seen.add(id(m))
+    for own, into in ((m._parameters, found.parameters), (m._buffers, found.buffers)):
+        for name, t in own.items():
+            if t is not None and id(t) not in seen:
+                seen.add(id(t))
+                into[prefix + name] = t
+    found.references.append(m)
+    found.references.extend(v for v in vars(m).values() if not isinstance(v, Tensor))
+    found.references.extend(m._forward_hooks.values())
+    found.references.extend(m._forward_pre_hooks.values())
+    for name, child in m._modules.items():
+        if child is not None:
+            _walk(child, f"{prefix}{name}.", found, seen)
 
 
 def refuse_backward_hooks(model: nn.Module | Callable[..., Any]) -> None:

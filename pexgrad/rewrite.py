@@ -134,22 +134,45 @@ def value_or_constant(trace: Trace) -> Callable[[fx.Node], Any]:
 
 def _expand_operands(node: fx.Node, flow: Flow, trace: Trace) -> bool:
     """Give an elementwise operation its parameters expanded over the batch; False where that is not possible."""
-    target = node.target
-    if not isinstance(target, OpOverload) or not (torch.Tag.pointwise in target.tags or target is aten.copy_.default):
-        return False
     out = value(node)
+    broadcast = _broadcast_operands(node, flow)
+    if not broadcast or not isinstance(out, Tensor):
+        return False
     dims = batch_dims(out, flow.batch)
     reference = _reference(node, dims, flow)
     if reference is None:
         return False
-    new = {p: _expanded(p, node, dims[0], reference, trace) for p in parameter_operands(node, flow)}
-    args = fx.node.map_arg(node.args, lambda n: new.get(n, n))
-    if not _accepts(node, args, trace):
+    new = {p: _expanded(p, node, dims[0], reference, trace) for p in broadcast}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: new.get(n, n))
+    if not _accepts(node, args, kwargs, trace):
         for n in new.values():
             trace.graph.erase_node(n)
         return False
-    node.args = args
+    node.args, node.kwargs = args, kwargs
     return True
+
+
+# operands that broadcast against the output's leading dimensions, in operations that are not elementwise
+_BROADCAST = {
+    aten.scaled_dot_product_attention.default: "attn_mask",
+    aten.addmm.default: "self",
+    aten.baddbmm.default: "self",
+    aten.addmv.default: "self",
+}
+
+
+def _broadcast_operands(node: fx.Node, flow: Flow) -> list[fx.Node]:
+    """The parameter-only operands of `node` that it broadcasts against the batch."""
+    target, operands = node.target, parameter_operands(node, flow)
+    if not isinstance(target, OpOverload):
+        return []
+    if torch.Tag.pointwise in target.tags or target is aten.copy_.default:
+        return operands
+    if target not in _BROADCAST:
+        return []
+    named = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    uses = [a for a in (*node.args, *node.kwargs.values()) if a is named.get(_BROADCAST[target])]
+    return [n for n in operands if n is named.get(_BROADCAST[target]) and len(uses) == 1]
 
 
 def _reference(node: fx.Node, dims: tuple[int, ...], flow: Flow) -> tuple[fx.Node, int] | None:
@@ -176,13 +199,13 @@ def _expanded(p: fx.Node, node: fx.Node, dim: int, reference: tuple[fx.Node, int
         return insert(trace, aten.expand.default, (p, sizes), like=node)
 
 
-def _accepts(node: fx.Node, args: tuple[Any, ...], trace: Trace) -> bool:
+def _accepts(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], trace: Trace) -> bool:
     """Whether the operation takes these operands and gives a value of the same shape and dtype."""
     get = value_or_constant(trace)
     try:
         with trace.fake_mode, torch.no_grad():
             # an in-place operation must not change the fakes that the graph remembers
-            fakes = fx.node.map_arg((args, node.kwargs), lambda n: _copy(get(n)))
+            fakes = fx.node.map_arg((args, kwargs), lambda n: _copy(get(n)))
             out = node.target(*fakes[0], **fakes[1])
     except Exception:  # noqa: BLE001 - whatever it says, the operation does not take them
         return False

@@ -73,7 +73,7 @@ def _refuse_inexact(node: fx.Node, flow: Flow) -> None:
         return
     if node.meta.get(HOOKED) and flow.states[node].params and not flow.batched(node):
         raise TraceError(f"a tensor hook on a parameter-only value cannot be run per example ({where(node)}); {ANY_MODEL}")
-    if _is_training_batch_norm(node):
+    if flow.batched(node) and _is_training_batch_norm(node):
         raise MixedExamplesError(
             f"batch normalisation in training mode ({where(node)}) mixes the examples of a batch, so a per-example gradient "
             "is not defined; put the model in .eval(), or use GroupNorm or InstanceNorm instead"

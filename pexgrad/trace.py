@@ -180,6 +180,7 @@ def _tracing() -> Iterator[None]:
         opaque_functions(),
         traced_hooks(),
         mock.patch.object(builtins, "len", _traced_len(builtins.len)),
+        mock.patch.object(nn.Module, "_apply", _apply),
         mock.patch.object(PythonKeyTracer, "create_node", _noting_source(PythonKeyTracer.create_node)),
     ):
         yield
@@ -194,6 +195,14 @@ def _traced_len(plain_len: Callable[[Any], int]) -> Callable[[Any], Any]:
         return plain_len(value)
 
     return length
+
+
+def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`module.to(...)` inside a forward: the copy that is traced simply holds the converted tensors."""
+    for m in module.modules() if recurse else (module,):
+        for held in (m._parameters, m._buffers):
+            held.update({k: fn(t) for k, t in held.items() if t is not None})  # type: ignore[misc]
+    return module
 
 
 _LIBRARIES = tuple(

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from . import trees
 from .arguments import Call, Options, Params, check_call, check_out
 from .clipping import Clipping
-from .errors import InputError
+from .compose import Composable, composable
+from .errors import InputError, TraceError
 from .explain import Explanation, explain
 from .jacobian import Jacobian
 from .loss import ExampleLosses, Loss
 from .pipeline import Pipeline, build
-from .rebind import Bound, fingerprint, refuse_backward_hooks
+from .rebind import Bound, refuse_backward_hooks
 from .strategies import LOOPS
 from .verify import verify
 
 Model = nn.Module | Callable[..., Any]
 
 
-class Transform:
+class Transform(Composable):
     """What all transforms share: one trace for each input signature, and the Jacobian of a checked call."""
 
     def __init__(self, model: Model, loss: Loss, options: Options):
@@ -34,14 +35,14 @@ class Transform:
         if not callable(loss):
             raise InputError(f"loss must be a function loss(output, y), not {type(loss).__name__}")
         self._model, self._loss, self._options = Bound(model), ExampleLosses(loss), options
-        self._pipelines: dict[Any, list[Pipeline]] = {}
-        self._lock = threading.RLock()
+        self._reset()
 
     @property
     def trace_count(self) -> int:
         """How many times the model has been traced so far."""
-        return sum(map(len, self._pipelines.values()))
+        return sum(map(len, self._pipelines.values())) + sum(t.trace_count for t in self._by_structure.values())
 
+    @composable
     def explain(self, params: Params, x: Any, y: Any = None) -> Explanation:
         """The table of what a call with these arguments does; nothing is kept of the gradients."""
         call = self._check(params, x, y)
@@ -76,7 +77,7 @@ class Transform:
             k: p if own and p.requires_grad else p.detach().requires_grad_(k in trainable)
             for k, p in call.params.items()
         }
-        return params, list(self._model.buffers().values())
+        return params, list(call.module.buffers.values())
 
     def _pipeline(self, call: Call) -> Pipeline:
         key = self._signature(call)
@@ -87,17 +88,28 @@ class Transform:
                     return pipeline
             refuse_backward_hooks(self._model.model)
             trainable = set(call.trainable)
-            pipeline, sample = build(self._model, self._loss, call.params, trainable, call.x, call.y, call.batch)
+            try:
+                pipeline, sample = build(self._model, self._loss, call.params, trainable, call.x, call.y, call.batch)
+            except TraceError:
+                self._raise_own_error(call)
+                raise
             if self._options.verify:
                 verify(pipeline, self._model, self._loss, call.params, call.trainable, sample)
             known.append(pipeline)
+            self._kept_alive.append(call.module.references)
             return pipeline
+
+    def _raise_own_error(self, call: Call) -> None:
+        """Where the model itself fails on this input, let its own error be the one that is seen."""
+        args, kwargs = trees.as_call(call.x)
+        with torch.no_grad():
+            self._model.fresh(call.params)(*args, **kwargs)
 
     def _signature(self, call: Call) -> Any:
         leaves, spec = trees.flatten(trees.as_call(call.x))
         y_leaves, y_spec = trees.flatten(call.y)
         return (
-            fingerprint(self._model.model),
+            call.module.fingerprint(),
             tuple((k, p.shape, p.dtype, p.device, p.stride()) for k, p in call.params.items()),
             tuple(call.trainable),
             spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
@@ -115,10 +127,14 @@ def _describe(v: Any) -> Any:
 class PerExampleGrad(Transform):
     """`(params, x, y=None, out=None) -> {name: (B, *shape)}`; made by `per_example_grad`."""
 
+    @composable
     def __call__(
         self, params: Params, x: Any, y: Any = None, *, out: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         return self._value_and_grad(params, x, y, out)[1]
+
+    def _answer(self, jacobian: Jacobian) -> Any:
+        return jacobian.rows()
 
     def _value_and_grad(
         self, params: Params, x: Any, y: Any, out: Mapping[str, Tensor] | None
@@ -139,10 +155,14 @@ class PerExampleGrad(Transform):
 class PerExampleValueAndGrad(PerExampleGrad):
     """`(params, x, y=None, out=None) -> (losses (B,), {name: (B, *shape)})`; made by `per_example_value_and_grad`."""
 
+    @composable
     def __call__(  # type: ignore[override]
         self, params: Params, x: Any, y: Any = None, *, out: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         return self._value_and_grad(params, x, y, out)
+
+    def _answer(self, jacobian: Jacobian) -> Any:
+        return jacobian.losses, jacobian.rows()
 
 
 class PerExampleGradNorm(Transform):
@@ -152,6 +172,7 @@ class PerExampleGradNorm(Transform):
         super().__init__(model, loss, options)
         self._per_param = per_param
 
+    @composable
     def __call__(self, params: Params, x: Any, y: Any = None) -> Any:
         call = self._check(params, x, y)
         norms = [jacobian.norms(self._per_param) for _, jacobian in self._chunks(call)]
@@ -160,10 +181,14 @@ class PerExampleGradNorm(Transform):
             return {k: torch.cat([n[k] for n in norms]) if norms else none for k in call.trainable}
         return torch.cat(norms) if norms else call.no_numbers()
 
+    def _answer(self, jacobian: Jacobian) -> Any:
+        return jacobian.norms(self._per_param)
+
 
 class PerExampleJacobian(Transform):
     """`(params, x, y=None) -> Jacobian`; made by `per_example_jacobian`."""
 
+    @composable
     def __call__(self, params: Params, x: Any, y: Any = None) -> Jacobian:
         call = self._check(params, x, y)
         if call.batch == 0:
@@ -180,6 +205,9 @@ class Clipped:
     losses: Tensor  # (B,): likewise
 
 
+pytree.register_dataclass(Clipped)  # so that torch.func, torch.compile and torch.export take it as a result
+
+
 class ClippedGrad(Transform):
     """`(params, x, y=None, mask=None) -> Clipped`; made by `clipped_grad`."""
 
@@ -192,6 +220,7 @@ class ClippedGrad(Transform):
         """The largest norm that one example can add to the sum; None where a function gives the weights."""
         return self._clipping.sensitivity
 
+    @composable
     def __call__(self, params: Params, x: Any, y: Any = None, *, mask: Tensor | None = None) -> Clipped:
         call = self._check(params, x, y)
         if mask is None:
@@ -212,6 +241,10 @@ class ClippedGrad(Transform):
         if not norms:
             return Clipped(call.zeros(), call.no_numbers(), call.no_numbers())
         return Clipped(grads, torch.cat(norms), torch.cat(losses))
+
+    def _answer(self, jacobian: Jacobian) -> Any:
+        weights, norms = self._clipping.weights(jacobian)
+        return Clipped(jacobian.vjp(weights), norms, jacobian.losses)
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:

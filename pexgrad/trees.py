@@ -33,7 +33,8 @@ class _Static:
 
 def _is_record(value: Any) -> bool:
     return (
-        dataclasses.is_dataclass(value)
+        not isinstance(value, Tensor)
+        and dataclasses.is_dataclass(value)
         and not isinstance(value, type)
         and type(value) not in pytree.SUPPORTED_NODES
     )
@@ -64,7 +65,10 @@ def _close(tree: Any) -> Any:
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Leaves and structure of `tree`, dataclasses included."""
-    return pytree.tree_flatten(_open(tree))
+    leaves, spec = pytree.tree_flatten(tree)
+    if any(map(_is_record, leaves)):
+        return pytree.tree_flatten(_open(tree))
+    return leaves, spec
 
 
 def unflatten(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
@@ -92,19 +96,20 @@ def as_call(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (x,), {}
 
 
-def batch_size(x: Any, y: Any) -> int:
-    """The common size of dimension 0 of every tensor in `x` and `y`."""
-    found = [("x", t) for t in tensors(as_call(x))] + [("y", t) for t in tensors(y)]
-    if not any(where == "x" for where, _ in found):
-        raise InputError(f"x holds no tensor, so there is no batch: got {type(x).__name__}")
+def batch_size(x_leaves: list[Any], y_leaves: list[Any]) -> int:
+    """The common size of dimension 0 of every tensor among the leaves of `x` and `y`."""
+    found = [("x", t) for t in x_leaves if isinstance(t, Tensor)]
+    if not found:
+        raise InputError("x holds no tensor, so there is no batch")
+    found += [("y", t) for t in y_leaves if isinstance(t, Tensor)]
     for where, t in found:
         if t.dim() == 0:
             raise InputError(f"a tensor in {where} has no dimensions; the batch must be its dimension 0")
-    sizes = {t.shape[0] for _, t in found}
-    if len(sizes) > 1:
+    batch = found[0][1].shape[0]
+    if any(t.shape[0] != batch for _, t in found):
         shapes = ", ".join(f"{where} {tuple(t.shape)}" for where, t in found)
         raise InputError(f"batch sizes disagree: {shapes}; every tensor needs the batch on dimension 0")
-    return sizes.pop()
+    return batch
 
 
 def examples(tree: Any, start: int, stop: int) -> Any:

@@ -18,6 +18,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 # what a default may materialise at a time: small against any model, large enough to be efficient
 PIECE_BYTES = 1 << 23
@@ -61,6 +62,9 @@ class Factor(ABC):
 
     def slices(self, bytes_of_example: int) -> Iterator[slice]:
         """The batch in runs of examples that together take about `PIECE_BYTES`."""
+        if isinstance(self.batch, torch.SymInt):  # a graph for every batch size has no loop over it
+            yield slice(0, self.batch)
+            return
         size = max(1, PIECE_BYTES // max(1, bytes_of_example))
         for start in range(0, self.batch, size):
             yield slice(start, min(start + size, self.batch))
@@ -102,6 +106,11 @@ class Factor(ABC):
             g = accumulable(g.flatten(1))
             lines.append(torch.cat([real(g @ accumulable(h.flatten(1)).mH) for _, h in other.pieces()], 1))
         return gather(lines)
+
+
+def is_recorded(x: Tensor) -> bool:
+    """Whether the run is being written down as a graph, in which no shape can depend on data."""
+    return isinstance(x, FakeTensor)
 
 
 def accumulable(x: Tensor) -> Tensor:

@@ -94,15 +94,11 @@ class Conv(Factor):
         return dots(self._forward(v).reshape(self.g.shape), self.g.conj())
 
     def _forward(self, v: Tensor) -> Tensor:
-        geometry, n = self.geometry, len(self.geometry.kernel)
-        y = CONV[n - 1](
+        geometry = self.geometry
+        return CONV[len(geometry.kernel) - 1](
             self.x.flatten(0, 1), v.to(self.x.dtype), None, geometry.stride, geometry.padding, geometry.dilation,
             geometry.groups,
         )  # fmt: skip
-        # a transposed convolution's cotangent may be smaller than what these settings give
-        for i, size in enumerate(self.g.shape[3:]):
-            y = y.narrow(2 + i, 0, size)
-        return y
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         g = self.g * weights.reshape(-1, *[1] * (self.g.dim() - 1)).to(self.g.dtype)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._base import Factor, accumulable, gather, into, real, square
+from ._base import Factor, accumulable, gather, into, is_recorded, real, square
 from .outer import Outer
 
 
@@ -49,6 +49,8 @@ class Scatter(Factor):
         return "sums over equal ids"
 
     def sq_norms(self) -> Tensor:
+        if is_recorded(self.ids):
+            return self.inner(self)
         g = accumulable(self.g).flatten(0, 1)
         keys = (torch.arange(self.batch, device=self.ids.device)[:, None] * self.shape[0] + self.ids).flatten()
         distinct, place = torch.unique(keys, return_inverse=True)

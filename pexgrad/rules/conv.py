@@ -56,12 +56,17 @@ def conv_weight(
 
 
 def conv_transpose_weight(
-    g: Tensor, input: Tensor, *, stride: Any, padding: Any, dilation: Any, groups: int,
+    g: Tensor, input: Tensor, *, stride: Any, padding: Any, output_padding: Any, dilation: Any, groups: int,
     shape: torch.Size, dtype: torch.dtype, conv_rule: str,
 ) -> Conv:  # fmt: skip
     n = len(shape) - 2
     g, x = together(g, input.conj())
-    geometry = Geometry(tuple(shape[2:]), each(stride, n), each(padding, n), each(dilation, n), groups)
+    padding, excess = each(padding, n), each(output_padding, n)
+    if any(excess):  # positions that the output has in excess take padding's place on the right
+        sides = zip(reversed(padding), reversed(excess), strict=True)
+        g = F.pad(g, [side for p, e in sides for side in (p, p - e)])
+        padding = (0,) * n
+    geometry = Geometry(tuple(shape[2:]), each(stride, n), padding, each(dilation, n), groups)
     return Conv(g, x, geometry, shape, dtype, conv_rule)
 
 

@@ -24,7 +24,8 @@ def expand_self(g: Tensor, *, batch_dim: int, shape: torch.Size, dtype: torch.dt
     own = full[:batch_dim] + full[batch_dim + 1 :]
     repeated = [2 + i for i, (n, m) in enumerate(zip(own, rest, strict=True)) if n != m]
     kept = [2 + i for i in range(len(rest)) if 2 + i not in repeated]
-    return Broadcast(g.permute(0, 1, *repeated, *kept).reshape(g.shape[0], -1, shape.numel()), None, shape, dtype)
+    g = g.permute(0, 1, *repeated, *kept).flatten(1, 1 + len(repeated))  # (b, t, *kept)
+    return Broadcast(g.reshape(*g.shape[:2], shape.numel()), None, shape, dtype)
 
 
 @register_rule(aten.prelu.default, "weight", batch_dim=0)

@@ -18,6 +18,8 @@ aten = torch.ops.aten
 
 def together(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the wider of their dtypes: under autocast they differ."""
+    if g.dtype == x.dtype:
+        return g, x
     dtype = torch.promote_types(g.dtype, x.dtype)
     return g.to(dtype), x.to(dtype)
 
@@ -25,7 +27,7 @@ def together(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def outer(g: Tensor, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Outer:
     """g (b, *t, o) and x (b, *t, i) as a factor of rows (b, o, i)."""
     g, x = together(g, x.conj())
-    return Outer(rearrange(g, "b ... o -> b (...) 1 o"), rearrange(x, "b ... i -> b (...) 1 i"), shape, dtype)
+    return Outer(g.flatten(1, -2).unsqueeze(2), x.flatten(1, -2).unsqueeze(2), shape, dtype)  # (b, t, 1, o), (b, t, 1, i)
 
 
 @register_rule(aten.linear.default, "weight")
@@ -35,7 +37,7 @@ def linear_weight(g: Tensor, input: Tensor, *, shape: torch.Size, dtype: torch.d
 
 @register_rule(aten.linear.default, "bias")
 def linear_bias(g: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
-    return Broadcast(rearrange(g, "b ... o -> b (...) o"), None, shape, dtype)
+    return Broadcast(g.flatten(1, -2), None, shape, dtype)
 
 
 @register_rule(aten.bilinear.default, "weight")

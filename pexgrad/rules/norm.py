@@ -23,10 +23,11 @@ aten = torch.ops.aten
 
 def last_dims(g: Tensor, r: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
     """g and r (b, *t, *shape)."""
+    n = len(shape)
     if r is not None:
         g, r = together(g, r)
-        r = r.reshape(r.shape[0], -1, shape.numel())
-    return Broadcast(g.reshape(g.shape[0], -1, shape.numel()), r, shape, dtype)
+        r = r.flatten(-n).flatten(1, -2)
+    return Broadcast(g.flatten(-n).flatten(1, -2), r, shape, dtype)
 
 
 def channels(g: Tensor, r: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Broadcast:

@@ -1,0 +1,212 @@
+"""How a transform composes with what is around a call: modes, threads, nested parameters, other transforms, pickle.
+
+The transform itself works on flat dicts of ordinary tensors with autograd on. `composable` brings every call to
+that, or to the flat graph of the transform (see `lower.py`) where its tensors belong to `torch.func` or `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from . import modes, nested, trees
+from .arguments import Call, Options, Params, check_call
+from .errors import InputError, PexgradError, TraceError
+from .jacobian import Jacobian
+from .loss import ExampleLosses
+from .lower import Lowered, flat_values, lower, with_arguments
+from .pipeline import Pipeline, without_autocast
+from .rebind import Bound
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def composable(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a transform's call: it may then come from anywhere."""
+
+    @functools.wraps(call)
+    def composed(self: Composable, params: Params, x: Any, y: Any = None, **options: Any) -> Any:
+        if nested.is_nested(params):
+            return _call_nested(self, composed, params, x, y, options)
+        if not modes.inside_transform():
+            with modes.recording():
+                return call(self, *map(modes.recordable, (_as_dict(params), x, y)), **options)
+        if modes.is_wrapped((_as_dict(params), x, y)):
+            return self._through_graph(params, x, y, options)
+        with modes.outside_transforms(), modes.recording():
+            return call(self, params, x, y, **options)
+
+    return composed
+
+
+def _as_dict(params: Any) -> Any:
+    return dict(params) if isinstance(params, Mapping) else params
+
+
+def _call_nested(
+    transform: Composable, call: Callable[..., Any], params: Mapping[str, Any], x: Any, y: Any, options: dict[str, Any]
+) -> Any:
+    paths = nested.structure(params)
+    options = {k: nested.flatten(v) if nested.is_nested(v) else v for k, v in options.items()}
+    result = call(transform._flat(paths), nested.flatten(params), x, y, **options)
+    if isinstance(result, dict):
+        return nested.nest(result, paths)
+    if isinstance(result, tuple):
+        losses, rows = result
+        return losses, nested.nest(rows, paths)
+    if isinstance(getattr(result, "grads", None), dict):
+        return replace(result, grads=nested.nest(result.grads, paths))
+    return result
+
+
+class Composable:
+    """The part of a transform that is about what is around it."""
+
+    _model: Bound
+    _loss: ExampleLosses
+    _options: Options
+
+    def _reset(self) -> None:
+        """Forget everything that was traced."""
+        self._pipelines: dict[Any, list[Pipeline]] = {}
+        self._kept_alive: list[list[Any]] = []  # what the keys of _pipelines identify
+        self._lowered: dict[Any, list[Lowered]] = {}
+        self._by_structure: dict[nested.Structure, Self] = {}
+        self._lock = threading.RLock()
+
+    def _answer(self, jacobian: Jacobian) -> Any:
+        """What the transform returns, from the Jacobian of the whole batch."""
+        raise InputError(f"{type(self).__name__} returns an operator, which has no flat graph; use a transform of tensors")
+
+    def _pipeline(self, call: Call) -> Pipeline:
+        raise NotImplementedError
+
+    def _signature(self, call: Call) -> Any:
+        raise NotImplementedError
+
+    def _flat(self, paths: nested.Structure) -> Self:
+        """The same transform of the flat dict of parameters."""
+        with self._lock:
+            if paths not in self._by_structure:
+                other = copy.copy(self)
+                if not self._model.is_module:  # a module takes the flat dict anyway
+                    other._model = Bound(nested.taking_flat(self._model.model, paths))
+                self._by_structure[paths] = other
+            return self._by_structure[paths]
+
+    # --- the flat graph ---------------------------------------------------------------------------
+
+    def lower(self, params: Params, x: Any, y: Any = None) -> fx.GraphModule:
+        """The call as one flat, functional graph of ATen operations: forward, cotangents and rules, no autograd inside.
+
+        >>> graph = per_example_grad(model).lower(params, x, y)
+        >>> graph.print_readable()
+        >>> graph(params, x, y)["weight"].shape
+        torch.Size([5, 2, 3])
+
+        It runs as it is under `torch.func.vmap`, over parameters, data or both, under `torch.compile` and `torch.export`.
+
+        Args:
+            params: as for the function; names left out become buffers of the graph module, shared with the model.
+            x: inputs (B, ...) of the kind that the graph is for; every batch size is served where the loss and the rules
+                work on whole batches, which `graph.meta["batch"]` tells: "any", or the one size.
+            y: targets, likewise.
+
+        Returns:
+            A module called like the function, `graph(params, x, y)`. Dtypes under autocast are written into it, so
+            run it outside autocast. `chunk_size` and `out` have no part in it.
+
+        Raises:
+            PexgradError: where the function itself would refuse, and where the call has no flat graph.
+        """
+        flat = nested.flatten(params) if nested.is_nested(params) else params
+        transform = self._flat(nested.structure(params)) if nested.is_nested(params) else self
+        with modes.outside_transforms(), modes.recording():
+            call = check_call(transform._model, *map(modes.recordable, (_as_dict(flat), x, y)))
+            lowered = transform._graph(call)
+            graph = with_arguments(lowered, call, (params, x, y), transform._model.buffers())
+        graph.meta["batch"] = lowered.batch if isinstance(lowered.batch, int) else "any"
+        return graph
+
+    def _graph(self, call: Call) -> Lowered:
+        """The flat graph that serves a call, from the cache if it is there."""
+        if self._options.strategy != "crb":
+            raise TraceError(f'strategy={self._options.strategy!r} has no flat graph: it runs the model itself; use "crb"')
+        with self._lock:
+            known = self._lowered.setdefault(self._signature(call), [])
+            for lowered in known:
+                if lowered.serves(call.batch):
+                    return lowered
+            buffers = list(self._model.buffers().values())
+            known.append(lower(self._pipeline(call), call, buffers, self._options, self._answer))
+            return known[-1]
+
+    def _through_graph(self, params: Params, x: Any, y: Any, options: dict[str, Any]) -> Any:
+        """A call with tensors of a `torch.func` transform, which allows no autograd inside: through the flat graph."""
+        name = type(self).__name__
+        given = [k for k, v in options.items() if v is not None]
+        if given:
+            raise InputError(f"{name} takes no {', '.join(given)}= inside a torch.func transform")
+        if modes.is_differentiated((params, x, y)) and not self._options.create_graph:
+            raise InputError(f"differentiating {name} with torch.func needs {name} with create_graph=True")
+        call = check_call(self._model, params, x, y)
+        with modes.outside_transforms(), modes.recording():
+            lowered = self._graph(check_call(self._model, *(trees.map_tensors(modes.one_of, t) for t in (dict(params), x, y))))
+        values = flat_values(call.params, list(self._model.buffers().values()), x, y)
+        with without_autocast(values[0].device.type):
+            return lowered.run(values)
+
+    # --- pickle -----------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        for name, part in (("model", self._model.model), ("loss", self._loss.loss)):
+            _check_pickles(name, part)
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        """What the transform is made of, without what it has traced."""
+        return {k: v for k, v in self.__dict__.items() if k not in _TRACED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        other.__setstate__(self._state())
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        other = object.__new__(type(self))
+        other.__setstate__(copy.deepcopy(self._state(), memo))
+        return other
+
+
+_TRACED = ("_pipelines", "_kept_alive", "_lowered", "_by_structure", "_lock")
+
+
+class _WithoutTensors(pickle.Pickler):
+    """Goes through what pickle would, but does not write the numbers."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return "tensor" if isinstance(obj, Tensor) else None
+
+
+def _check_pickles(name: str, part: Any) -> None:
+    try:
+        _WithoutTensors(io.BytesIO()).dump(part)
+    except Exception as e:
+        raise PexgradError(
+            f"the function cannot be pickled because its {name} cannot: {e}; use functions and classes that are defined "
+            "at the top level of a module, or make the function again where it is needed"
+        ) from e

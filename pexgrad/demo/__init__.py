@@ -1,0 +1,1 @@
+"""Private training on real handwritten digits, in four short files: options, digits, dpsgd, run."""

@@ -1,0 +1,355 @@
+"""What per-example gradients are for beside privacy: short measures, each with the source of its formula.
+
+`batches` is any iterable of pairs (x, y), such as a `DataLoader`. It is gone through once and a batch is forgotten
+when the next one comes, so memory does not grow with the data set beyond the numbers returned; `tqdm(loader)` shows
+progress.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import Params
+from .component import Component, components
+from .errors import InputError
+from .factors._base import accumulable, square
+from .jacobian import Jacobian, Moments
+from .modes import recording
+
+Batches = Iterable[tuple[Any, Any]]
+JacobianOf = Callable[[Params, Any, Any], Jacobian]
+
+# rows of one group of parameters that a projection holds at a time
+ROWS_BYTES = 1 << 28
+# entries of a projection's matrix drawn at a time; another number is another matrix
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class ImportanceSample:
+    """Examples drawn in proportion to a measure of their importance."""
+
+    index: Tensor  # (k,): which examples, with repeats
+    weights: Tensor  # (k,): 1 / (N k p), so that sum_j weights[j] g[index[j]] estimates the mean row
+    probabilities: Tensor  # (N,): with which an example is drawn
+
+
+def importance_sample(
+    norms: Tensor, k: int, *, uniform: float = 0.0, generator: torch.Generator | None = None
+) -> ImportanceSample:
+    """Draw k examples with probabilities in proportion to their gradients' norms, and the weights that undo the bias.
+
+    >>> norms = per_example_grad_norm(model)(params, x, y)
+    >>> drawn = importance_sample(norms, 3, uniform=0.1)
+    >>> J = per_example_jacobian(model)(params, x[drawn.index], y[drawn.index])
+    >>> mean_gradient = J.T @ drawn.weights  # unbiased
+    >>> mean_gradient["weight"].shape
+    torch.Size([2, 3])
+
+    p_i = (1 - u) |g_i| / sum_j |g_j| + u / N. With u = 0 and norms of the current parameters this has the least
+    variance of all ways to draw with replacement: Zhao and Zhang 2015 (arXiv 1401.2753). Norms that are out of date
+    keep the estimate unbiased as long as no probability is zero where a gradient is not, which any u > 0 ensures.
+
+    Args:
+        norms: (N,), of the gradients or anything else at least 0; all zero counts as all equal.
+        k: how many to draw, with replacement.
+        uniform: the part u, in [0, 1], of the probability that is spread evenly.
+        generator: for repeatable draws.
+
+    Returns:
+        `ImportanceSample` with `index` (k,), `weights` (k,) and `probabilities` (N,); the last two in the norms' dtype.
+
+    Raises:
+        InputError: where `norms` is not (N,) of finite numbers at least 0, or `k` or `uniform` is out of range.
+    """
+    if norms.dim() != 1 or not len(norms):
+        raise InputError(f"norms has shape {tuple(norms.shape)}; expected (N,) with N at least 1")
+    if not bool((norms.isfinite() & (norms >= 0)).all()):
+        raise InputError("norms has an entry that is negative or not finite")
+    if not 0 <= uniform <= 1:
+        raise InputError(f"uniform={uniform!r} must be in [0, 1]")
+    _positive(k, "k")
+    p = norms.detach().double()
+    p = p / p.sum() if p.any() else torch.full_like(p, 1 / len(p))
+    p = (1 - uniform) * p + uniform / len(p)
+    device = p.device if generator is None else generator.device
+    draws = torch.rand(k, generator=generator, dtype=p.dtype, device=device)
+    # an example of probability zero owns no part of [0, sum), so it is never found
+    cumulative = p.cumsum(0)
+    index = torch.searchsorted(cumulative, draws.to(p.device) * cumulative[-1], right=True)
+    index = index.clamp(max=int(p.nonzero().max()))
+    return ImportanceSample(index, (1 / (len(p) * k * p[index])).to(norms.dtype), p.to(norms.dtype))
+
+
+def grand_scores(
+    norm: Callable[[Params, Any, Any], Any], seeds: Iterable[Params], batches: Batches
+) -> Tensor:
+    """The GraNd score of every example: the norm of its gradient, averaged over several initialisations.
+
+    >>> norm = per_example_grad_norm(model)
+    >>> grand_scores(norm, [params, params], [(x[:3], y[:3]), (x[3:], y[3:])]).shape
+    torch.Size([5])
+
+    E_w |dL(w, x, y)/dw|: Paul, Ganguli and Dziugaite 2021 (arXiv 2107.07075), definition 2.1. They keep the examples
+    with the largest scores, after a few epochs of training in each of ten runs.
+
+    Args:
+        norm: what `per_example_grad_norm` returns.
+        seeds: the parameters of each run, name -> tensor.
+        batches: pairs (x, y); gone through once.
+
+    Returns:
+        (N,), in the order in which the batches come, so leave the loader's `shuffle` off.
+
+    Raises:
+        InputError: where there is no seed or no batch, or `norm` does not give (B,).
+    """
+    runs = _some(seeds, "seeds")
+    scores = []
+    for x, y in _pairs(batches):
+        norms = [norm(params, x, y) for params in runs]
+        if not all(isinstance(n, Tensor) and n.dim() == 1 for n in norms):
+            raise InputError("norm must give (B,), as per_example_grad_norm(model) does without per_param")
+        scores.append(torch.stack(norms).mean(0))
+    return torch.cat(_some(scores, "batches"))
+
+
+def tracin(
+    jacobian: JacobianOf, checkpoints: Iterable[Params], batches: Batches, test: tuple[Any, Any],
+    rates: float | Sequence[float] = 1.0,
+) -> Tensor:  # fmt: skip
+    """The influence of every training example on every test example: inner products of gradients along training.
+
+    >>> jacobian = per_example_jacobian(model)
+    >>> tracin(jacobian, [params], [(x[:3], y[:3]), (x[3:], y[3:])], (x[:2], y[:2]), rates=0.1).shape
+    torch.Size([5, 2])
+
+    sum_i rate_i <dL(w_i, z)/dw, dL(w_i, z')/dw>: TracInCP of Pruthi, Liu, Kale and Sundararajan 2020 (arXiv
+    2002.08484). Positive: a step on the training example lowers the test example's loss. No row is built where the
+    inner products have a cheaper form.
+
+    Args:
+        jacobian: what `per_example_jacobian` returns.
+        checkpoints: parameters saved during training, name -> tensor.
+        batches: pairs (x, y) of training examples; gone through once.
+        test: one pair (x, y) of M test examples, held for every checkpoint together.
+        rates: the learning rate at each checkpoint, or one for all.
+
+    Returns:
+        (N, M), training examples in the order in which the batches come.
+
+    Raises:
+        InputError: where there is no checkpoint or no batch, or not one rate for each checkpoint.
+    """
+    saved = _some(checkpoints, "checkpoints")
+    steps = [float(rates)] * len(saved) if isinstance(rates, int | float) else list(rates)
+    if len(steps) != len(saved):
+        raise InputError(
+            f"{len(steps)} rates for {len(saved)} checkpoints; give one for each, or one for all"
+        )
+    ((x_test, y_test),) = _pairs([test])
+    tests = [jacobian(params, x_test, y_test) for params in saved]
+    lines = []
+    for x, y in _pairs(batches):
+        grams = [rate * jacobian(p, x, y).gram(t) for rate, p, t in zip(steps, saved, tests, strict=True)]
+        lines.append(torch.stack(grams).sum(0))
+    return torch.cat(_some(lines, "batches"))
+
+
+def dataset_moments(jacobian: JacobianOf, params: Params, batches: Batches) -> tuple[Moments, int]:
+    """The mean and the second moment of the rows over a whole data set, and how many examples it has.
+
+    >>> moments, examples = dataset_moments(per_example_jacobian(model), params, [(x[:3], y[:3]), (x[3:], y[3:])])
+    >>> moments.second["weight"].shape, examples
+    (torch.Size([2, 3]), 5)
+
+    Args:
+        jacobian: what `per_example_jacobian` returns.
+        params: name -> tensor.
+        batches: pairs (x, y), of any sizes; gone through once.
+
+    Returns:
+        `Moments` with `mean` and `second` (name -> (*shape)), and the number of examples N. Half precision gives
+        float32.
+
+    Raises:
+        InputError: where there is no batch, or no example in them.
+    """
+    mean: dict[str, Tensor] = {}
+    second: dict[str, Tensor] = {}
+    seen = 0
+    for x, y in _pairs(batches):
+        J = jacobian(params, x, y)
+        if not J.batch:
+            continue
+        seen += J.batch
+        part = J.moments()
+        for total, new in ((mean, part.mean), (second, part.second)):
+            for k, value in new.items():
+                value = accumulable(value)
+                # a running mean: no sum grows with the data set
+                total[k] = value if k not in total else total[k] + (value - total[k]) * (J.batch / seen)
+    if not seen:
+        raise InputError("batches holds no example")
+    return Moments(mean, second), seen
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """The simple gradient noise scale and the two estimates that it is the ratio of."""
+
+    noise: float  # tr(S), S the covariance of the rows
+    signal: float  # |G|^2, G the gradient of the expected loss; an estimate of little data can be negative
+
+    @property
+    def scale(self) -> float:
+        """tr(S) / |G|^2, in examples; infinite where the signal cannot be told from zero."""
+        return self.noise / self.signal if self.signal > 0 else float("inf")
+
+
+def noise_scale(moments: Moments, examples: int) -> NoiseScale:
+    """The simple noise scale: about how many examples a batch needs for the gradient to outweigh its noise.
+
+    >>> J = per_example_jacobian(model)(params, x, y)
+    >>> noise_scale(J.moments(), J.batch).scale > 0
+    True
+
+    B_simple = tr(S) / |G|^2: McCandlish, Kaplan, Amodei et al. 2018 (arXiv 1812.06162), equation 2.9. Both parts are
+    estimated without bias as in their appendix A.1, with batches of 1 and of N examples:
+
+        |G|^2 = (N |m|^2 - s) / (N - 1),    tr(S) = (s - |m|^2) / (1 - 1/N)
+
+    for the mean m of the rows and the mean s of their squared norms. The ratio is not unbiased: average `noise` and
+    `signal` over steps and divide once.
+
+    Args:
+        moments: of N rows, from `J.moments()` or `dataset_moments`.
+        examples: N, at least 2.
+
+    Returns:
+        `NoiseScale` with `noise`, `signal` (both in squared units of the gradient) and `scale`, a number of examples.
+
+    Raises:
+        InputError: where `examples` is below 2.
+    """
+    if examples < 2:
+        raise InputError(f"examples={examples}: the spread of gradients takes at least 2 of them")
+    n = examples
+    mean_sq = sum(float(square(m).sum(dtype=torch.float64)) for m in moments.mean.values())
+    sq = sum(float(s.sum(dtype=torch.float64)) for s in moments.second.values())
+    return NoiseScale(noise=(sq - mean_sq) / (1 - 1 / n), signal=(n * mean_sq - sq) / (n - 1))
+
+
+def fisher_diagonal(jacobian: JacobianOf, params: Params, batches: Batches) -> dict[str, Tensor]:
+    """The diagonal of the empirical Fisher matrix: the mean of the squared rows, elementwise.
+
+    >>> fisher_diagonal(per_example_jacobian(model), params, [(x, y)])["weight"].shape
+    torch.Size([2, 3])
+
+    (1/N) sum_n (dL_n/dw)^2 for a loss that is a negative log-likelihood, at the labels of the data. The Fisher matrix
+    proper takes the expectation over labels drawn from the model; for that, draw y from the model's output. What the
+    difference means: Kunstner, Balles and Hennig 2019 (arXiv 1905.12558).
+
+    Args:
+        jacobian: what `per_example_jacobian` returns.
+        params: name -> tensor.
+        batches: pairs (x, y); gone through once.
+
+    Returns:
+        name -> (*shape), at least 0. Half precision gives float32.
+
+    Raises:
+        InputError: where there is no example.
+    """
+    return dataset_moments(jacobian, params, batches)[0].second
+
+
+def project(jacobian: Jacobian, k: int, *, seed: int = 0) -> Tensor:
+    """Every row multiplied by one random matrix with k columns, without keeping the rows.
+
+    >>> J = per_example_jacobian(model)(params, x, y)
+    >>> project(J, k=16).shape
+    torch.Size([5, 16])
+
+    phi_b = R^T g_b, with entries of R (P, k) that are +1 or -1 over sqrt(k). Inner products are kept in expectation,
+    <phi_b, phi_c> = <g_b, g_c> up to an error of about |g_b| |g_c| / sqrt(k) (Johnson and Lindenstrauss), which is how
+    TRAK makes gradients small enough to store: Park et al. 2023 (arXiv 2303.14186).
+
+    Rows are built for one group of parameters and a bounded number of examples at a time (256 MiB, or one example's),
+    and R in blocks that follow from the seed, the parameter's name and the position in it. So batches of any sizes and
+    calls for other data are projected by the same R, on devices of the same type.
+
+    Args:
+        jacobian: of B examples.
+        k: the number of columns.
+        seed: which R.
+
+    Returns:
+        (B, k), in at least float32.
+
+    Raises:
+        InputError: where `k` is not a positive integer.
+    """
+    _positive(k, "k")
+    dtype = functools.reduce(
+        torch.promote_types, (p.dtype for p in jacobian.leaves.values()), torch.float32
+    ).to_real()
+    found = jacobian.losses.new_zeros(jacobian.batch, k, dtype=dtype)
+    with recording(jacobian.create_graph):
+        for component in components(jacobian.leaves, jacobian.terms, jacobian.create_graph):
+            parts = [_project_rows(part.rows(), k, seed, dtype) for part in _pieces(component)]
+            if parts:
+                found = found + torch.cat(parts)
+    return found / k**0.5
+
+
+def _pieces(component: Component) -> Iterator[Component]:
+    size = max(1, ROWS_BYTES // max(1, sum(p.numel() * p.element_size() for p in component.leaves.values())))
+    for start in range(0, component.batch, size):
+        yield component.narrow(start, min(size, component.batch - start))
+
+
+def _project_rows(rows: dict[str, Tensor], k: int, seed: int, dtype: torch.dtype) -> Tensor:
+    total: Tensor | float = 0.0
+    for name, r in rows.items():
+        flat = (torch.view_as_real(r.resolve_conj()) if r.is_complex() else r).flatten(1).to(dtype)
+        for i, block in enumerate(flat.split(max(1, _BLOCK // k), dim=1)):
+            total = total + block @ _signs(block.shape[1], k, f"{seed} {name} {i}", flat.device).to(dtype)
+    assert isinstance(total, Tensor)
+    return total
+
+
+def _signs(n: int, k: int, key: str, device: torch.device) -> Tensor:
+    """(n, k) of +1 and -1 that follow from the key."""
+    number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
+    generator = torch.Generator(device).manual_seed(number)
+    drawn = torch.randint(256, (n * k // 8 + 1,), generator=generator, device=device, dtype=torch.uint8)
+    bits = drawn[:, None].bitwise_right_shift(torch.arange(8, device=device, dtype=torch.uint8)) & 1
+    return bits.flatten()[: n * k].reshape(n, k).to(torch.int8) * 2 - 1
+
+
+def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    for batch in batches:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            got = f"{len(batch)} items" if isinstance(batch, tuple | list) else type(batch).__name__
+            raise InputError(f"a batch is {got}; expected a pair (x, y), where y may be None")
+        yield batch[0], batch[1]
+
+
+def _some(items: Iterable[Any], name: str) -> list[Any]:
+    found = list(items)
+    if not found:
+        raise InputError(f"{name} is empty")
+    return found
+
+
+def _positive(k: int, name: str) -> None:
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise InputError(f"{name}={k!r} must be a positive integer")

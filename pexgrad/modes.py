@@ -1,0 +1,84 @@
+"""The modes a call may find torch in, and how it works in each of them.
+
+- `torch.no_grad()`: gradients are what was asked for, so a call switches them on for itself.
+- `torch.inference_mode()`: autograd records nothing there, so a call leaves it, with copies of what was made in it.
+- `torch.func` transforms: their tensors are wrapped, once for each level; here they are told apart and unwrapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+
+from . import trees
+
+
+@contextlib.contextmanager
+def recording(differentiable: bool = True) -> Iterator[None]:
+    """Autograd on, or off, as usual, whatever mode the caller is in."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(differentiable))
+        yield
+
+
+def recordable(tree: Any) -> Any:
+    """`tree` with copies of the tensors that were made in inference mode, which autograd refuses."""
+    if isinstance(tree, Tensor):
+        return tree.clone() if tree.is_inference() else tree
+    if not any(t.is_inference() for t in trees.tensors(tree)):
+        return tree
+    return trees.map_tensors(recordable, tree)
+
+
+# --- tensors inside torch.func transforms -----------------------------------------------------------
+
+
+def inside_transform() -> bool:
+    """Whether a `torch.func` transform is running."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def is_wrapped(tree: Any) -> bool:
+    """Whether a tensor in `tree` is wrapped by a `torch.func` transform."""
+    return any(map(_functorch.is_functorch_wrapped_tensor, trees.tensors(tree)))
+
+
+def is_differentiated(tree: Any) -> bool:
+    """Whether `torch.func.grad` or a transform like it follows a tensor in `tree`, at any level."""
+    return any(_functorch.is_gradtrackingtensor(t) for leaf in trees.tensors(tree) for t in _levels(leaf))
+
+
+def _levels(t: Tensor) -> Iterator[Tensor]:
+    while _functorch.is_functorch_wrapped_tensor(t):
+        yield t
+        t = _functorch.get_unwrapped(t)
+
+
+def one_of(t: Tensor) -> Tensor:
+    """The first of the values that a wrapped tensor stands for; call it with no transform running."""
+    dims = [_functorch.maybe_get_bdim(level) for level in _levels(t) if _functorch.is_batchedtensor(level)]
+    while _functorch.is_functorch_wrapped_tensor(t):
+        t = _functorch.get_unwrapped(t)
+    for dim in reversed(dims):  # each counts the dimensions that the levels further in leave
+        t = t.select(dim, 0)
+    return t.detach()
+
+
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Run as if no `torch.func` transform were running; only tensors that are not wrapped may be used."""
+    levels = []
+    try:
+        while inside_transform():
+            levels.append(_functorch.pop_dynamic_layer_stack())
+        yield
+    finally:
+        while levels:
+            _functorch.push_dynamic_layer_stack(levels.pop())
