@@ -1,5 +1,6 @@
 """Per-example gradients in PyTorch: exact, fast, and without touching the module."""
 
+from . import rows as rows
 from . import rules as rules
 from .api import clipped_grad as clipped_grad
 from .api import per_example_grad as per_example_grad
@@ -7,6 +8,10 @@ from .api import per_example_grad_norm as per_example_grad_norm
 from .api import per_example_jacobian as per_example_jacobian
 from .api import per_example_value_and_grad as per_example_value_and_grad
 from .arguments import Options as Options
+from .batching import chunked as chunked
+from .batching import ensemble as ensemble
+from .batching import over_loader as over_loader
+from .batching import stack_params as stack_params
 from .errors import InputError as InputError
 from .errors import LossError as LossError
 from .errors import MixedExamplesError as MixedExamplesError

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .factors import PIECE_BYTES, Factor, Rows
-from .factors._base import accumulable, square
+from .factors._base import accumulable, flat, square
 from .pullback import Window, jvp, vjp, vjp_rows
 
 
@@ -120,7 +120,7 @@ class Component:
         """name -> (b,): squared norms, by parameter."""
         windows = self.windows()
         if windows is None:
-            return self._by_rows(lambda r: square(accumulable(r)).flatten(1).sum(1))
+            return self._by_rows(lambda r: square(accumulable(flat(r))).sum(1))
         (name,) = self.leaves
         parts = []
         for same in windows.values():

@@ -36,7 +36,7 @@ class Jacobian:
 
     >>> J = per_example_jacobian(model)(params, x, y)
     >>> J.norms().shape, J.gram().shape
-    (torch.Size([8]), torch.Size([8, 8]))
+    (torch.Size([5]), torch.Size([5, 5]))
     """
 
     losses: Tensor

@@ -4,7 +4,7 @@ The eager call runs once on fake tensors while `make_fx` writes down every ATen 
 included. What then stands in the way of running the graph elsewhere is replaced:
 
 - operations in place, by a second pass under functionalisation;
-- `detach`, which has no meaning without autograd;
+- `detach` and `alias`, which mean nothing without autograd;
 - `view` by `reshape` and `sym_size` by `Tensor.size`, which `torch.func.vmap` also takes for strided and wrapped tensors.
 
 The batch size stays symbolic where the model's loss and rules work on the whole batch at once. Where something loops over
@@ -13,7 +13,7 @@ examples (a loss written for one example, the fallback for an operation without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,11 +31,13 @@ from torch.utils import _pytree as pytree
 
 from . import trees
 from .arguments import Call, Options
-from .errors import TraceError
+from .errors import TraceError, VerificationError
 from .flow import operation
 from .jacobian import Jacobian
 from .pipeline import Pipeline
-from .trace import HINT, _fake, _fake_batch, _guards
+from .still import StandStill
+from .trace import _METADATA, HINT, _fake, _fake_batch, _lock
+from .verify import _worst as largest_error
 
 aten = torch.ops.aten
 
@@ -66,10 +68,31 @@ def lower(pipeline: Pipeline, call: Call, buffers: Sequence[Tensor], options: Op
     """The graph of a call, for every batch size if that is possible and for this one if not."""
     if options.create_graph:
         _refuse_stop_gradients(pipeline)
-    lowered = _record(pipeline, call, buffers, options, answer, symbolic=True)
-    if not lowered.serves(call.batch):
+    try:
+        lowered = _record(pipeline, call, buffers, options, answer, symbolic=True)
+    except TraceError:  # some operations' shape functions take no symbolic size
+        lowered = None
+    if lowered is None or not lowered.serves(call.batch):
         lowered = _record(pipeline, call, buffers, options, answer, symbolic=False)
+    if options.verify:
+        _verify(lowered, pipeline, call, buffers, options, answer)
     return lowered
+
+
+def _verify(
+    lowered: Lowered, pipeline: Pipeline, call: Call, buffers: Sequence[Tensor], options: Options, answer: Answer
+) -> None:
+    """Raise where the graph and the call itself give different results."""
+    params = {k: p.detach().requires_grad_(k in call.trainable) for k, p in call.params.items()}
+    with StandStill():
+        want = answer(pipeline.jacobian(params, buffers, call.trainable, call.x, call.y, call.batch, options))
+        got = lowered.run(flat_values(call.params, buffers, call.x, call.y))
+    worst = largest_error(*({str(i): t for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want)))
+    if worst is not None:
+        raise VerificationError(
+            f"the flat graph of this call differs from the call itself by a relative error of {worst[1]:.1e}; "
+            "call the function itself"
+        )
 
 
 def flat_values(params: dict[str, Tensor], buffers: Sequence[Tensor], x: Any, y: Any) -> list[Tensor]:
@@ -107,6 +130,16 @@ def _record(
     return Lowered(module, found["spec"], tuple(_guards(env, symbol)), symbol)
 
 
+def _guards(env: ShapeEnv, batch: sympy.Symbol) -> Iterator[sympy.Basic]:
+    """What the recording took for granted about the batch size, except to compute metadata."""
+    for guard in env.guards:
+        filename = getattr(guard.sloc.framework_loc, "filename", str(guard.sloc.framework_loc))
+        if not any(part in filename for part in _METADATA):
+            yield guard.expr
+    if batch in env.replacements:
+        yield sympy.Eq(batch, env.replacements[batch])
+
+
 class _Fakes(FakeTensorMode):
     """Fake tensors whose padding keeps a symbolic batch size: torch's own fixes it."""
 
@@ -140,7 +173,7 @@ def _unflat(flat: Sequence[Tensor], call: Call, n_buffers: int) -> tuple[dict[st
 def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
     try:
         # fused attention has no rule for vmap and no second derivative; its parts have both
-        with sdpa_kernel(SDPBackend.MATH):
+        with _lock, sdpa_kernel(SDPBackend.MATH):
             module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     except Exception as e:
         lines = str(e).strip().splitlines()
@@ -159,27 +192,42 @@ def _writes(node: fx.Node) -> bool:
 def _make_portable(module: fx.GraphModule, *, differentiable: bool) -> None:
     graph = module.graph
     for node in list(graph.nodes):
-        if node.target is aten.detach.default:
-            node.replace_all_uses_with(node.args[0])
+        if node.target in _IDENTITIES or _is_whole_copy(node):
+            node.replace_all_uses_with(node.args[-1])
             graph.erase_node(node)
-        elif node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default
-        elif node.target is aten.sym_size.int:
-            node.op, node.target = "call_method", "size"
+        elif node.target in _PORTABLE:
+            node.target = _PORTABLE[node.target]
+        elif node.target in _METHODS:
+            node.op, node.target = "call_method", _METHODS[node.target]
     if not differentiable:
         _cut_gradients(graph)
     graph.lint()
     module.recompile()
 
 
+_IDENTITIES = (aten.detach.default, aten.alias.default)
+_PORTABLE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+_METHODS = {aten.sym_size.int: "size", aten.sym_numel.default: "numel"}
+
+
+def _is_whole_copy(node: fx.Node) -> bool:
+    """Whether a functional `copy(destination, source)` is simply its source."""
+    if node.target is not aten.copy.default or len(node.args) != 2 or not isinstance(node.args[1], fx.Node):
+        return False
+    before, after = (n.meta["val"] for n in (node.args[1], node))
+    return before.dtype == after.dtype and before.device == after.device and list(before.shape) == list(after.shape)
+
+
 def _cut_gradients(graph: fx.Graph) -> None:
-    """Let no gradient pass: without `create_graph` the result is a constant, from here as from the function."""
-    output = graph.output_node()
-    with graph.inserting_before(output):
-        ends = {n: graph.call_function(aten.detach.default, (n,)) for n in dict.fromkeys(output.args[0])}
-    for n, end in ends.items():
-        end.meta.update(n.meta)
-    output.args = ([ends[n] for n in output.args[0]],)
+    """Let no gradient pass, so that without `create_graph` the result is a constant, as the function's is."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    for node in inputs:
+        if not node.meta["val"].is_floating_point() and not node.meta["val"].is_complex():
+            continue
+        with graph.inserting_after(inputs[-1]):
+            cut = graph.call_function(aten.detach.default, (node,))
+        cut.meta.update(node.meta)
+        node.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
 
 
 def _refuse_stop_gradients(pipeline: Pipeline) -> None:

@@ -2,7 +2,7 @@
 
 `batches` is any iterable of pairs (x, y), such as a `DataLoader`. It is gone through once and a batch is forgotten
 when the next one comes, so memory does not grow with the data set beyond the numbers returned; `tqdm(loader)` shows
-progress.
+progress. Batches are moved to the parameters' device.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import trees
 from .arguments import Params
 from .component import Component, components
 from .errors import InputError
@@ -113,7 +114,7 @@ def grand_scores(
     """
     runs = _some(seeds, "seeds")
     scores = []
-    for x, y in _pairs(batches):
+    for x, y in _pairs(batches, runs[0]):
         norms = [norm(params, x, y) for params in runs]
         if not all(isinstance(n, Tensor) and n.dim() == 1 for n in norms):
             raise InputError("norm must give (B,), as per_example_grad_norm(model) does without per_param")
@@ -154,10 +155,10 @@ def tracin(
         raise InputError(
             f"{len(steps)} rates for {len(saved)} checkpoints; give one for each, or one for all"
         )
-    ((x_test, y_test),) = _pairs([test])
+    ((x_test, y_test),) = _pairs([test], saved[0])
     tests = [jacobian(params, x_test, y_test) for params in saved]
     lines = []
-    for x, y in _pairs(batches):
+    for x, y in _pairs(batches, saved[0]):
         grams = [rate * jacobian(p, x, y).gram(t) for rate, p, t in zip(steps, saved, tests, strict=True)]
         lines.append(torch.stack(grams).sum(0))
     return torch.cat(_some(lines, "batches"))
@@ -185,7 +186,7 @@ def dataset_moments(jacobian: JacobianOf, params: Params, batches: Batches) -> t
     mean: dict[str, Tensor] = {}
     second: dict[str, Tensor] = {}
     seen = 0
-    for x, y in _pairs(batches):
+    for x, y in _pairs(batches, params):
         J = jacobian(params, x, y)
         if not J.batch:
             continue
@@ -335,12 +336,14 @@ def _signs(n: int, k: int, key: str, device: torch.device) -> Tensor:
     return bits.flatten()[: n * k].reshape(n, k).to(torch.int8) * 2 - 1
 
 
-def _pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+def _pairs(batches: Iterable[Any], params: Params) -> Iterator[tuple[Any, Any]]:
+    device = next((t.device for t in trees.tensors(dict(params))), None)
     for batch in batches:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             got = f"{len(batch)} items" if isinstance(batch, tuple | list) else type(batch).__name__
             raise InputError(f"a batch is {got}; expected a pair (x, y), where y may be None")
-        yield batch[0], batch[1]
+        x, y = (trees.map_tensors(lambda t: t.to(device), part) for part in batch)
+        yield x, y
 
 
 def _some(items: Iterable[Any], name: str) -> list[Any]:

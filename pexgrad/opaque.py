@@ -1,4 +1,4 @@
-"""Two things that a graph of operations would lose: a custom function's own backward, and tensor hooks.
+"""What a graph of operations would lose: a custom function's own backward, tensor hooks, and `.data`.
 
 While a model is traced, `torch.autograd.Function.apply` becomes one opaque node that calls it again when the
 graph runs, and `Tensor.register_hook` becomes a node through which the value passes.
@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils._pytree import tree_map
@@ -63,6 +64,18 @@ def traced_hooks() -> Iterator[None]:
         return handle
 
     with mock.patch.object(Tensor, "register_hook", register_hook):
+        yield
+
+
+@contextlib.contextmanager
+def traced_data() -> Iterator[None]:
+    """Trace `x.data` as `x.detach()`: torch makes it behind the back of everything that records operations."""
+    plain = torch._C.TensorBase.data
+
+    def get(self: Tensor) -> Tensor:
+        return self.detach() if isinstance(self, FakeTensor) and get_proxy_mode() is not None else plain.__get__(self)
+
+    with mock.patch.object(Tensor, "data", property(get, plain.__set__), create=True):
         yield
 
 

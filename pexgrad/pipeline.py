@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from . import trees
 from .arguments import Options
+from .errors import PexgradError
 from .evaluate import BoundSite, cotangents, factors
 from .factors import Factor
 from .flow import batch_dims, fold_factor_of, value
@@ -120,27 +121,42 @@ def build(
     model: Bound, loss: ExampleLosses, params: dict[str, Tensor], trainable: set[str], x: Any, y: Any, batch: int
 ) -> tuple[Pipeline, Sample]:
     """Trace, rewrite, find the sites, tap, and probe on a few examples, which are returned too."""
-    traced = trace(model, params, trainable, x)
-    if not traced.serves(batch):
-        traced = trace(model, params, trainable, x, hint=batch)
+    traced = _trace_serving(model, params, trainable, x, batch)
     kinds = rewrite(traced, params, trainable)
     sites = find_sites(traced, trainable)
     uses = [plan_site(s, traced.batch) for s in sites]
     windows = {o.node: find_window(traced, o, params) for s in sites for o in s.operands}
     program = tap(traced, sites, uses)
-    sample = draw(traced.serves, params, trainable, x, y, batch)
+    buffers = list(model.buffers().values())
     with StandStill():
-        layouts = _layouts(traced, sites, program, sample, list(model.buffers().values()))
+        try:
+            sample = draw(traced.serves, params, trainable, x, y, batch, scramble=True)
+            layouts = _layouts(traced, sites, program, sample, buffers)
+        except (IndexError, RuntimeError) as e:
+            if isinstance(e, PexgradError):
+                raise
+            sample = draw(traced.serves, params, trainable, x, y, batch, scramble=False)
+            layouts = _layouts(traced, sites, program, sample, buffers)
         outputs = Outputs(traced, layouts.outputs, [k is Output.COPIED for k in kinds])
-        takes_batches = _takes_batches(loss, program, outputs, sample, list(model.buffers().values()))
+        takes_batches = _takes_batches(loss, program, outputs, sample, buffers)
     bound = _bind(traced, sites, uses, program.slots, layouts)
     return Pipeline(traced, program, bound, outputs, windows, loss, takes_batches), sample
+
+
+def _trace_serving(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, batch: int) -> Trace:
+    """A trace that holds at this batch size: the general one, or one through the branches that this size takes."""
+    traced = trace(model, params, trainable, x)
+    for hint in (batch,) if batch > 1 else (3, 2, batch):  # a hint of one would fix what is only true of one
+        if traced.serves(batch):
+            break
+        traced = trace(model, params, trainable, x, hint=hint)
+    return traced
 
 
 def _layouts(traced: Trace, sites: list[Site], program: Program, sample: Sample, buffers: list[Tensor]) -> Layouts:
     if sample.batch < 2:  # a graph for batches of one: whatever there is belongs to the one example
         return first_layouts(traced, sites, program)
-    return probe(traced, sites, program, [*sample.params.values(), *buffers], sample.inputs())
+    return probe(traced, sites, program, [*sample.params.values(), *buffers], sample.inputs(), sample.scramble)
 
 
 def _takes_batches(

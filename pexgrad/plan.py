@@ -70,8 +70,11 @@ def _fits(rule: Rule, site: Site, symbol: Any) -> bool:
     out = value(site.outputs[0])
     if rule.batch_dim is not None and batch_dims(out, symbol) != (rule.batch_dim,):
         return False
+    if rule.when is not None and not rule.when(site.arguments):
+        return False
     fold = fold_factor_of(out, symbol)
-    residuals = [value(site.arguments[n]) for n in rule.residuals if isinstance(site.arguments.get(n), fx.Node)]
+    residuals: list[Any] = []
+    fx.node.map_arg([site.arguments.get(n) for n in rule.residuals], lambda n: residuals.append(value(n)) or n)
     batched = [r for r in residuals if isinstance(r, Tensor) and batch_dims(r, symbol)]
     return all(fold_factor_of(r, symbol) in (1, fold) for r in batched)
 

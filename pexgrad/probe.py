@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from .errors import MixedExamplesError
+from .errors import MixedExamplesError, TraceError
 from .flow import batch_dims, value, where
 from .layout import Layout, candidates
 from .sample import changed
@@ -29,17 +29,19 @@ class Layouts:
     edges: list[Layout]
 
 
-def probe(trace: Trace, sites: list[Site], program: Program, tensors: list[Tensor], inputs: list[Tensor]) -> Layouts:
+def probe(
+    trace: Trace, sites: list[Site], program: Program, tensors: list[Tensor], inputs: list[Tensor], scramble: bool
+) -> Layouts:
     """Find every layout, or raise naming the operation that mixed the examples.
 
-    `tensors` are the values of parameters and buffers, `inputs` a batch of at least two examples.
+    `tensors` are the values of parameters and buffers, `inputs` a batch of at least two examples; `scramble` as in `changed`.
     """
     batch = inputs[0].shape[0]
     generator = torch.Generator().manual_seed(0)
     base = program.run([*tensors, *inputs])
     outputs = [list(candidates(value(n), trace.batch)) for n in _output_nodes(program)]
     for b in (0, batch - 1):
-        changed_inputs = [changed(t, b, generator) for t in inputs]
+        changed_inputs = [changed(t, b, generator, scramble) for t in inputs]
         after = program.run([*tensors, *changed_inputs]).outputs
         for i, options in enumerate(outputs):
             if options:
@@ -107,7 +109,10 @@ def _gradients(
     edges = [e for e in base.edges if e is not None]
     if total is None or not edges:
         return [None] * len(base.edges)
-    grads = iter(torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True))
+    try:
+        grads = iter(torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True))
+    except RuntimeError as e:
+        raise TraceError(f"autograd cannot differentiate the model on a test batch: {str(e).splitlines()[0]}") from e
     return [None if e is None else next(grads) for e in base.edges]
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .factors._base import is_recorded
 from .flow import storage, value
 from .sites import Operand
 from .trace import Trace
@@ -62,9 +63,23 @@ class Window:
         if repeated:
             rows = rows.sum([1 + i for i in repeated], keepdim=True)
         batch, size = rows.shape[0], [1 if i in repeated else n for i, n in enumerate(self.size)]
+        if is_recorded(rows):
+            return self._placed(rows, size, p)
         memory = rows.new_empty(batch, p.numel()) if self.onto else rows.new_zeros(batch, p.numel())
         memory.as_strided((batch, *size), (p.numel(), *self.stride), self.offset).copy_(rows)
         return memory.as_strided((batch, *p.shape), (p.numel(), *p.stride()))
+
+    def _placed(self, rows: Tensor, size: list[int], p: Tensor) -> Tensor:
+        """The same without writing through a view: by the place of every element in the parameter's memory."""
+        place = torch.full((), self.offset, device=rows.device)
+        for i, (n, stride) in enumerate(zip(size, self.stride, strict=True)):
+            steps = torch.arange(n, device=rows.device) * stride
+            place = place + steps.reshape(-1, *[1] * (len(size) - 1 - i))
+        memory = rows.new_zeros(rows.shape[0], p.numel())
+        memory = memory.index_copy(1, place.reshape(-1), rows.reshape(rows.shape[0], -1))
+        order = sorted(range(p.dim()), key=lambda i: (-p.stride(i), p.shape[i] == 1))  # the outermost dimension first
+        outer_first = memory.reshape(rows.shape[0], *(p.shape[i] for i in order))
+        return outer_first.permute(0, *(1 + order.index(i) for i in range(p.dim())))
 
 
 def find_window(trace: Trace, operand: Operand, params: dict[str, Tensor]) -> Window | None:

@@ -7,12 +7,15 @@ flat list of weights, a tied head, a parametrisation) is the replacement. The or
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from .errors import TraceError
 
@@ -70,6 +73,11 @@ class Bound:
         """The module's buffers; nothing for a function."""
         return dict(self.model.named_buffers()) if isinstance(self.model, nn.Module) else {}
 
+    def writes_to_parameters(self) -> bool:
+        """Whether a forward changes parameters in place, as embeddings with `max_norm` do."""
+        modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
+        return any(getattr(m, "max_norm", None) is not None for m in modules)
+
     def at(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Callable[..., Any]:
         """The forward function at these parameters and buffers."""
         if isinstance(self.model, nn.Module):
@@ -77,9 +85,44 @@ class Bound:
         function = self.model
         return lambda *args, **kwargs: function(dict(params), *args, **kwargs)
 
-    def fresh(self, params: Mapping[str, Tensor]) -> Callable[..., Any]:
+    def fresh(self, params: dict[str, Tensor]) -> Callable[..., Any]:
         """The forward function at these parameters and copies of the buffers, free to be changed."""
-        return self.at(params, {k: b.detach().clone() for k, b in self.buffers().items()})
+        copies = {k: b.detach().clone() for k, b in self.buffers().items()}
+        forward = self.at(params, copies)
+        if not isinstance(self.model, nn.Module) or not _captures(self.model):
+            return forward
+        return _substituted(forward, {id(t): (params | copies)[k] for k, t in named_tensors(self.model).items()})
+
+
+def _captures(model: nn.Module) -> bool:
+    """Whether code of the module reaches tensors or modules through a closure, which no copy of the module changes."""
+    for m in model.modules():
+        for f in (*vars(m).values(), type(m).forward):
+            for cell in getattr(getattr(f, "__func__", f), "__closure__", None) or ():
+                with contextlib.suppress(ValueError):  # an empty cell
+                    if isinstance(cell.cell_contents, Tensor | nn.Module):
+                        return True
+    return False
+
+
+class _Substitution(TorchFunctionMode):
+    """Every operation sees the replacement of a tensor wherever it is given the original."""
+
+    def __init__(self, replacements: dict[int, Tensor]):
+        super().__init__()
+        self._replacements = replacements
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda t: self._replacements.get(id(t), t), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _substituted(forward: Callable[..., Any], replacements: dict[int, Tensor]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Substitution(replacements):
+            return forward(*args, **kwargs)
+
+    return run
 
 
 class Snapshot(NamedTuple):

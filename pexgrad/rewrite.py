@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 
 from .flow import Flow, analyse, batch_dims, is_differentiable, mutated_operands, storage, value, where
@@ -118,7 +119,7 @@ def insert(trace: Trace, target: Callable[..., Any], args: tuple[Any, ...], like
     """A new node at the graph's insertion point, with its fake value, placed in the source where `like` is."""
     node = trace.graph.call_function(target, args, kwargs)
     node.meta.update({k: like.meta[k] for k in ("source", "path") if k in like.meta})
-    with trace.fake_mode, torch.enable_grad():
+    with trace.fake_mode, enable_python_dispatcher(), torch.enable_grad():
         node.meta["val"] = target(*fx.node.map_arg(args, value_or_constant(trace)), **kwargs)
     return node
 
@@ -203,7 +204,7 @@ def _accepts(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], trace
     """Whether the operation takes these operands and gives a value of the same shape and dtype."""
     get = value_or_constant(trace)
     try:
-        with trace.fake_mode, torch.no_grad():
+        with trace.fake_mode, enable_python_dispatcher(), torch.no_grad():
             # an in-place operation must not change the fakes that the graph remembers
             fakes = fx.node.map_arg((args, kwargs), lambda n: _copy(get(n)))
             out = node.target(*fakes[0], **fakes[1])

@@ -50,7 +50,8 @@ def find_sites(trace: Trace, trainable: set[str]) -> list[Site]:
 
 def _operand(node: fx.Node, arguments: dict[str, Any], params: frozenset[str]) -> Operand:
     names = [k for k, v in arguments.items() if v is node]
-    # inside a list, or passed twice: no single name, so no rule of its own
+    names += [f"{k}.{i}" for k, v in arguments.items() if isinstance(v, list | tuple) for i, n in enumerate(v) if n is node]
+    # passed twice: no single name, so no rule of its own
     return Operand(names[0] if len(names) == 1 else "*", node, tuple(sorted(params)))
 
 

@@ -64,7 +64,7 @@ _STILL: dict[str, Still] = {
     "poisson": lambda x, *args, **kwargs: x.round(),
     "rand": _sized(0.5),
     "randn": _sized(0.5),
-    "randperm": lambda n, *args, **kwargs: torch.arange(n),
+    "randperm": lambda n, *args, **kwargs: torch.arange(n - 1, -1, -1),  # not the identity, which would hide mixing
     "randint": _randint,
     "normal": _normal,
     "multinomial": _multinomial,

@@ -20,8 +20,13 @@ from .rebind import Bound
 STRATEGIES = ("crb", "multi", "naive")
 
 
+def own(model: Bound, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters, or one copy of them for the whole call where the model writes to them."""
+    return {k: p.clone() for k, p in params.items()} if model.writes_to_parameters() else params
+
+
 def _example_loss(model: Bound, losses: ExampleLosses, params: dict[str, Tensor], x: Any, y: Any, b: int) -> Tensor:
-    args, kwargs = trees.as_call(trees.examples(x, b, b + 1))
+    args, kwargs = trees.as_call(trees.map_tensors(torch.clone, trees.examples(x, b, b + 1)))  # the model may write to it
     forward = model.fresh(params)
     output = forward(*args, **kwargs)
     return losses.of_slices(lambda _: output, trees.examples(y, b, b + 1), 1)[0]
@@ -31,7 +36,7 @@ def _grad(loss: Tensor, leaves: list[Tensor], create_graph: bool) -> list[Tensor
     if not loss.requires_grad:
         return [torch.zeros_like(p) for p in leaves]
     grads = torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=create_graph)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
+    return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(leaves, grads, strict=True)]
 
 
 def naive(
@@ -41,6 +46,7 @@ def naive(
     """One example at a time: the definition."""
     losses, rows = [], []
     with torch.enable_grad():
+        params = own(model, params)
         for b in range(batch):
             value = _example_loss(model, loss, params, x, y, b)
             rows.append(_grad(value, [params[k] for k in trainable], create_graph))
@@ -55,11 +61,12 @@ def multi(
     """Every example with its own aliases of the parameters, views and not copies; one backward through the sum."""
     losses, aliases = [], []
     with torch.enable_grad():
+        params = own(model, params)
         for b in range(batch):
-            own = {k: params[k].view_as(params[k]) for k in trainable}
-            losses.append(_example_loss(model, loss, params | own, x, y, b))
-            aliases.append(list(own.values()))
-        flat = [a for own in aliases for a in own]
+            mine = {k: params[k].view_as(params[k]) for k in trainable}
+            losses.append(_example_loss(model, loss, params | mine, x, y, b))
+            aliases.append(list(mine.values()))
+        flat = [a for mine in aliases for a in mine]
         grads = _grad(torch.stack(losses).sum(), flat, create_graph)
     n = len(trainable)
     rows = [grads[b * n : (b + 1) * n] for b in range(batch)]

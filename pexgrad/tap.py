@@ -69,12 +69,17 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
     residuals: dict[fx.Node, int] = {}
     operands: dict[fx.Node, int] = {}
     slots = []
+    moved: dict[fx.Node, fx.Node] = {}
     for site, site_uses in zip(sites, uses, strict=True):
         first_edge = len(edges)
-        edges += [_edge(trace, out, shared=len(site.outputs) > 1) for out in site.outputs]
+        for out in site.outputs:
+            written = last_write.get(storage(out), -1) > order[site.node]
+            moved[out] = _tapped(trace, out, written=written, shared=len(site.outputs) > 1)
+            with graph.inserting_after(moved[out]):
+                edges.append(graph.call_function(gradient_edge, (moved[out],)))
         slot = {}
         for n in nodes_needed(site_uses, site):
-            kept = _shield(trace, n, site, last_write, order)
+            kept = _shield(trace, moved.get(n, n), site, last_write, order)
             slot[n] = residuals.setdefault(kept, len(residuals))
         for use in site_uses:
             _refuse_overwritten(use.operand.node, site, last_write, order)
@@ -93,16 +98,22 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
     return Program(fx.GraphModule(trace.root, graph), slots)
 
 
-def _edge(trace: Trace, out: fx.Node, *, shared: bool) -> fx.Node:
-    graph = trace.graph
-    if shared:
-        # outputs of one operation may be computed from one another: an alias separates what arrives from outside
-        with graph.inserting_after(out):
-            alias = insert(trace, aten.alias.default, (out,), like=out)
-        out.replace_all_uses_with(alias, delete_user_cb=lambda user: user is not alias)
-        out = alias
-    with graph.inserting_after(out):
-        return graph.call_function(gradient_edge, (out,))
+def own_memory(activation: Tensor) -> Tensor:
+    """`activation`, or a copy where it is a view: writing into a view takes autograd past the view's edge."""
+    return activation.clone() if activation._is_view() else activation
+
+
+def _tapped(trace: Trace, out: fx.Node, *, written: bool, shared: bool) -> fx.Node:
+    """The node at which `out` is tapped, and which everything else now uses in its place."""
+    if not written and not shared:
+        return out
+    # outputs of one operation may be computed from one another: an alias separates what arrives from outside
+    target = own_memory if not shared else aten.clone.default if written else aten.alias.default
+    with trace.graph.inserting_after(out):
+        new = trace.graph.call_function(target, (out,))
+    new.meta.update(out.meta)  # the fake value too: it stands for the same memory
+    out.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    return new
 
 
 def _last_writes(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[int | None, int]:

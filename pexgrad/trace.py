@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
@@ -28,7 +29,7 @@ from torch.utils import _pytree as pytree
 from . import trees
 from .decompositions import DECOMPOSITIONS
 from .errors import ANY_MODEL, PexgradError, TraceError
-from .opaque import opaque_functions, traced_hooks
+from .opaque import opaque_functions, traced_data, traced_hooks
 from .rebind import Bound
 
 # The batch size that tracing pretends to see. Not 0, 1 or 2, which code and kernels treat specially;
@@ -100,6 +101,7 @@ def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, 
     fake_params = [_fake(mode, p).requires_grad_(k in trainable) for k, p in params.items()]
     fake_buffers = [_fake(mode, b) for b in buffers.values()]
     fake_inputs = [_fake_batch(mode, t, hint) for t in tensors]
+    (batch,) = fake_inputs[0].shape[0].node.expr.free_symbols
     seen: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
@@ -114,7 +116,7 @@ def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, 
         seen["leaves"] = [_stand_in(v) for v in out_leaves]
         return [v for v in out_leaves if isinstance(v, Tensor)]
 
-    with _lock, _tracing():
+    with _lock, _tracing(env) as inside:
         try:
             gm = make_fx(
                 run,
@@ -130,10 +132,10 @@ def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, 
                 f"the model has no static graph: {type(e).__name__}: {_first_line(e)}{_user_line(e)}; "
                 f"control flow or shapes that depend on data cannot be traced: {ANY_MODEL}"
             ) from e
+    _refuse_fixed_batch(env, batch)
     if not seen["leaves"] or FROM_GRAPH not in seen["leaves"]:
         raise TraceError("the model's output holds no tensor; return tensors, in any nesting of tuples, lists and dicts")
     nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    (batch,) = fake_inputs[0].shape[0].node.expr.free_symbols or {sympy.Symbol("batch")}
     n_params, n_buffers = len(params), len(buffers)
     return Trace(
         graph=gm.graph,
@@ -145,7 +147,7 @@ def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, 
         inputs=nodes[n_params + n_buffers :],
         output_leaves=seen["leaves"],
         output_spec=seen["spec"],
-        guards=tuple(_guards(env, batch)),
+        guards=tuple(_guards(env, inside)),
     )
 
 
@@ -165,7 +167,7 @@ def _fake_batch(mode: FakeTensorMode, t: Tensor, hint: int) -> Tensor:
 def _stand_in(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return FROM_GRAPH
-    if leaf is None or isinstance(leaf, bool | int | float | str):
+    if leaf is None or isinstance(leaf, bool | int | float | str | type):
         return leaf
     return Untraced(type(leaf).__name__)
 
@@ -174,16 +176,31 @@ def _stand_in(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _tracing() -> Iterator[None]:
+def _tracing(env: ShapeEnv) -> Iterator[set[int]]:
+    """Gives the indices of guards that operations make while they run, on which the graph does not depend."""
+    inside: set[int] = set()
     with (
         torch.enable_grad(),
         opaque_functions(),
         traced_hooks(),
+        traced_data(),
+        torch.backends.opt_einsum.flags(enabled=False),  # its search for a path fixes every size
         mock.patch.object(builtins, "len", _traced_len(builtins.len)),
-        mock.patch.object(nn.Module, "_apply", _apply),
         mock.patch.object(PythonKeyTracer, "create_node", _noting_source(PythonKeyTracer.create_node)),
+        mock.patch.object(proxy_tensor, "proxy_call", _noting_guards(proxy_tensor.proxy_call, env, inside)),
     ):
-        yield
+        yield inside
+
+
+def _noting_guards(call: Callable[..., Any], env: ShapeEnv, inside: set[int]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        before = len(env.guards)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            inside.update(range(before, len(env.guards)))
+
+    return noted
 
 
 def _traced_len(plain_len: Callable[[Any], int]) -> Callable[[Any], Any]:
@@ -267,15 +284,28 @@ _METADATA = tuple(
 )
 
 
-def _guards(env: ShapeEnv, batch: sympy.Symbol) -> Iterator[sympy.Basic]:
+def _guards(env: ShapeEnv, inside: set[int]) -> Iterator[sympy.Basic]:
     """Conditions on the batch size that the model's own code branched on."""
-    for guard in env.guards:
-        where = guard.sloc.framework_loc
-        filename = getattr(where, "filename", str(where))
-        if not any(part in filename for part in _METADATA):
+    for i, guard in enumerate(env.guards):
+        filename = getattr(guard.sloc.framework_loc, "filename", str(guard.sloc.framework_loc))
+        if i not in inside and not any(part in filename for part in _METADATA):
             yield guard.expr
-    if batch in env.replacements:  # the batch size was fixed, wherever that happened
-        yield sympy.Eq(batch, env.replacements[batch])
+
+
+def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol) -> None:
+    if batch not in env.replacements:
+        return
+    guards = [g for g in env.guards if isinstance(g.expr, sympy.Eq)]
+    line = _source_of(guards[-1]) if guards else ""
+    raise TraceError(
+        f"the model turns the batch size into a plain number{line}, so that its graph holds for one batch size only; keep it as "
+        f"x.shape[0] or len(x), without int(), range() or a loop over the examples, or use {ANY_MODEL}"
+    )
+
+
+def _source_of(guard: Any) -> str:
+    frame = guard.sloc.maybe_user_loc or guard.sloc.framework_loc
+    return f" (at {frame.filename}:{frame.lineno})" if hasattr(frame, "filename") else f" (at {frame})" if frame else ""
 
 
 def _first_line(e: BaseException) -> str:

@@ -14,7 +14,7 @@ from . import trees
 from .arguments import Call, Options, Params, check_call, check_out
 from .clipping import Clipping
 from .compose import Composable, composable
-from .errors import InputError, TraceError
+from .errors import ANY_MODEL, InputError, LossError, MixedExamplesError, PexgradError, TraceError, VerificationError
 from .explain import Explanation, explain
 from .jacobian import Jacobian
 from .loss import ExampleLosses, Loss
@@ -87,23 +87,32 @@ class Transform(Composable):
                 if pipeline.trace.serves(call.batch):
                     return pipeline
             refuse_backward_hooks(self._model.model)
-            trainable = set(call.trainable)
-            try:
-                pipeline, sample = build(self._model, self._loss, call.params, trainable, call.x, call.y, call.batch)
-            except TraceError:
-                self._raise_own_error(call)
-                raise
-            if self._options.verify:
-                verify(pipeline, self._model, self._loss, call.params, call.trainable, sample)
+            pipeline = self._build(call)
             known.append(pipeline)
             self._kept_alive.append(call.module.references)
             return pipeline
 
+    def _build(self, call: Call) -> Pipeline:
+        trainable = set(call.trainable)
+        try:
+            pipeline, sample = build(self._model, self._loss, call.params, trainable, call.x, call.y, call.batch)
+            if self._options.verify:
+                verify(pipeline, self._model, self._loss, call.params, call.trainable, sample)
+        except (MixedExamplesError, LossError, VerificationError):
+            raise
+        except Exception as e:
+            self._raise_own_error(call)
+            if isinstance(e, PexgradError):
+                raise
+            raise TraceError(f"the model's graph cannot be evaluated: {type(e).__name__}: {e}; {ANY_MODEL}") from e
+        return pipeline
+
     def _raise_own_error(self, call: Call) -> None:
-        """Where the model itself fails on this input, let its own error be the one that is seen."""
-        args, kwargs = trees.as_call(call.x)
+        """Where the model or the loss itself fails on this batch, let its own error be the one that is seen."""
+        args, kwargs = trees.as_call(trees.map_tensors(torch.clone, call.x))
         with torch.no_grad():
-            self._model.fresh(call.params)(*args, **kwargs)
+            output = self._model.fresh({k: p.detach().clone() for k, p in call.params.items()})(*args, **kwargs)
+            self._loss.loss(output, call.y)
 
     def _signature(self, call: Call) -> Any:
         leaves, spec = trees.flatten(trees.as_call(call.x))

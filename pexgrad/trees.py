@@ -18,34 +18,27 @@ from .errors import InputError
 
 
 class _Record(NamedTuple):
-    """A dataclass instance taken apart, so that pytree sees its fields."""
+    """An object taken apart, so that pytree sees its fields: a dataclass, or a mapping of a class of its own."""
 
-    template: Any  # wrapped by _Static: pytree must not look inside
+    kind: type
+    names: tuple[str, ...]
     fields: list[Any]
 
 
-class _Static:
-    """Hides a value from pytree."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
 def _is_record(value: Any) -> bool:
-    return (
-        not isinstance(value, Tensor)
-        and dataclasses.is_dataclass(value)
-        and not isinstance(value, type)
-        and type(value) not in pytree.SUPPORTED_NODES
-    )
+    if isinstance(value, Tensor | type) or type(value) in pytree.SUPPORTED_NODES:
+        return False
+    return dataclasses.is_dataclass(value) or isinstance(value, Mapping)
 
 
 def _open(tree: Any) -> Any:
     def open_record(leaf: Any) -> Any:
         if not _is_record(leaf):
             return leaf
-        fields = [getattr(leaf, f.name) for f in dataclasses.fields(leaf)]
-        return _Record(_Static(leaf), [_open(v) for v in fields])
+        if isinstance(leaf, Mapping):
+            return _Record(type(leaf), tuple(leaf), [_open(v) for v in leaf.values()])
+        names = tuple(f.name for f in dataclasses.fields(leaf))
+        return _Record(type(leaf), names, [_open(getattr(leaf, name)) for name in names])
 
     return pytree.tree_map(open_record, tree, is_leaf=_is_record)
 
@@ -54,10 +47,12 @@ def _close(tree: Any) -> Any:
     def close_record(leaf: Any) -> Any:
         if not isinstance(leaf, _Record):
             return leaf
-        template = leaf.template.value
-        copy = object.__new__(type(template))
-        for field, value in zip(dataclasses.fields(template), leaf.fields, strict=True):
-            object.__setattr__(copy, field.name, _close(value))
+        values = dict(zip(leaf.names, map(_close, leaf.fields), strict=True))
+        if issubclass(leaf.kind, Mapping):
+            return leaf.kind(values)  # type: ignore[call-arg]
+        copy = object.__new__(leaf.kind)
+        for name, value in values.items():
+            object.__setattr__(copy, name, value)
         return copy
 
     return pytree.tree_map(close_record, tree, is_leaf=lambda t: isinstance(t, _Record))

@@ -80,7 +80,7 @@ class Factor(ABC):
 
     def sq_norms(self) -> Tensor:
         """(b,): the squared norm of each row, accumulated in at least float32."""
-        return gather([square(accumulable(g)).flatten(1).sum(1) for _, g in self.pieces()])
+        return gather([square(accumulable(flat(g))).sum(1) for _, g in self.pieces()])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """(*shape): sum over b of weights[b] times row b."""
@@ -92,8 +92,8 @@ class Factor(ABC):
 
     def dot(self, v: Tensor) -> Tensor:
         """(b,): the inner product of each row with `v` (*shape)."""
-        flat = accumulable(v.reshape(-1))
-        return gather([real(accumulable(g.flatten(1)) @ flat.conj()) for _, g in self.pieces()])
+        direction = accumulable(v.reshape(-1)).conj()
+        return gather([real(accumulable(flat(g)) @ direction) for _, g in self.pieces()])
 
     def inner(self, other: Factor) -> Tensor:
         """(b,): the inner product of each row with the same example's row of `other`."""
@@ -103,14 +103,19 @@ class Factor(ABC):
         """(b, c): the inner products of all rows with all rows of `other`."""
         lines = []
         for _, g in self.pieces():
-            g = accumulable(g.flatten(1))
-            lines.append(torch.cat([real(g @ accumulable(h.flatten(1)).mH) for _, h in other.pieces()], 1))
+            g = accumulable(flat(g))
+            lines.append(torch.cat([real(g @ accumulable(flat(h)).mH) for _, h in other.pieces()], 1))
         return gather(lines)
 
 
 def is_recorded(x: Tensor) -> bool:
     """Whether the run is being written down as a graph, in which no shape can depend on data."""
     return isinstance(x, FakeTensor)
+
+
+def flat(g: Tensor) -> Tensor:
+    """(b, p): rows with what is not the batch in one dimension, also where there is nothing else."""
+    return g.unsqueeze(-1).flatten(1)
 
 
 def accumulable(x: Tensor) -> Tensor:
@@ -130,7 +135,7 @@ def real(x: Tensor) -> Tensor:
 
 def dots(g: Tensor, h: Tensor) -> Tensor:
     """(b,): the inner products of g and h, each (b, ...)."""
-    return real(accumulable(g) * accumulable(h).conj()).flatten(1).sum(1)
+    return flat(real(accumulable(g) * accumulable(h).conj())).sum(1)
 
 
 def gather(parts: list[Tensor]) -> Tensor:

@@ -5,3 +5,4 @@ from . import elementwise as elementwise
 from . import embedding as embedding
 from . import linear as linear
 from . import norm as norm
+from . import product as product

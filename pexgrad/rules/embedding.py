@@ -1,4 +1,4 @@
-"""Tables of rows: embeddings.
+"""Tables of rows: embeddings, and parameters indexed by values that belong to examples.
 
     y[b, t, :] = w[id[b, t], :]
     G[b, v, :] = sum over t with id[b, t] = v of g[b, t, :]
@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..factors import Scatter
 from .registry import register_rule
@@ -26,3 +28,26 @@ def embedding_weight(
     if scale_grad_by_freq:
         g = g / (ids[:, :, None] == ids[:, None, :]).sum(2)[..., None]  # how often the id occurs in its own example
     return Scatter(g, ids, shape, dtype)
+
+
+def _one_leading_index(arguments: dict[str, Any]) -> bool:
+    """`table[ids]`: integers that index the first dimension alone."""
+    first, *others = arguments["indices"]
+    integers = isinstance(first, fx.Node) and first.meta["val"].dtype in (torch.int64, torch.int32)
+    return integers and all(i is None for i in others)
+
+
+@register_rule(aten.index.Tensor, "self", when=_one_leading_index)
+def index_self(g: Tensor, indices: list[Tensor], *, shape: torch.Size, dtype: torch.dtype) -> Scatter:
+    return _looked_up(g, indices[0] % max(1, shape[0]), shape, dtype)  # negative ids count from the end
+
+
+@register_rule(aten.index_select.default, "self", batch_dim=0, when=lambda arguments: arguments["dim"] == 0)
+def index_select_self(g: Tensor, index: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Scatter:
+    return _looked_up(g, index, shape, dtype)
+
+
+def _looked_up(g: Tensor, ids: Tensor, shape: torch.Size, dtype: torch.dtype) -> Scatter:
+    """g (b, t, *s, *rest) and ids (b, t, *s) of a table (v, *rest)."""
+    ids = ids.reshape(ids.shape[0], -1)
+    return Scatter(g.reshape(*ids.shape, shape[1:].numel()), ids, shape, dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch._ops import OpOverload
@@ -33,6 +33,7 @@ class Rule:
     residuals: tuple[str, ...]
     statics: tuple[str, ...]
     batch_dim: int | None
+    when: Callable[[dict[str, Any]], bool] | None = None
 
     @property
     def name(self) -> str:
@@ -44,18 +45,19 @@ _rules: dict[tuple[OpOverload, str], Rule] = {}
 
 
 def register_rule(
-    operation: OpOverload, operand: str, *, batch_dim: int | None = None
-) -> Callable[[RuleFunction], RuleFunction]:
-    """Register the decorated function as the rule for `operand` of `operation`.
+    operation: OpOverload, operand: str, *, batch_dim: int | None = None,
+    when: Callable[[dict[str, Any]], bool] | None = None,
+) -> Callable[[RuleFunction], RuleFunction]:  # fmt: skip
+    """Register the decorated function as the rule for `operand` of `operation`; `tensors.1` is the second in a list.
 
-    With `batch_dim`, the rule holds only where the activation has its batch on that dimension;
-    elsewhere the exact fallback is used.
+    With `batch_dim`, the rule holds only where the activation has its batch on that dimension, with `when` only for
+    calls whose arguments (in which nodes stand for tensors) it accepts; elsewhere the exact fallback is used.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
-        rule = as_rule(function, batch_dim)
+        rule = replace(as_rule(function, batch_dim), when=when)
         known = [a.name for a in operation._schema.arguments]
-        unknown = [n for n in (operand, *rule.residuals, *rule.statics) if n not in known and n not in GIVEN]
+        unknown = [n for n in (operand.split(".")[0], *rule.residuals, *rule.statics) if n not in known and n not in GIVEN]
         if unknown:
             raise InputError(f"{operation} has no argument {', '.join(unknown)}; it has {', '.join(known)}")
         _rules[operation, operand] = rule
@@ -88,7 +90,10 @@ def replaced(operation: OpOverload, operand: str, function: RuleFunction | None)
     before = _rules.pop((operation, operand), None)
     try:
         if function is not None:
-            register_rule(operation, operand, batch_dim=before.batch_dim if before else None)(function)
+            register_rule(
+                operation, operand,
+                batch_dim=before.batch_dim if before else None, when=before.when if before else None,
+            )(function)  # fmt: skip
         yield
     finally:
         _rules.pop((operation, operand), None)

@@ -1,0 +1,198 @@
+"""A function of one set of parameters and one batch, over more of either: ensembles, chunks, loaders.
+
+They take what the transforms return, and any function `(params, x, y) -> tree of tensors` like them, a lowered or a
+compiled graph included. Parts of a batch are put together again by the meaning of the result: what has a row for each
+example is concatenated, a clipped sum is added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import nested, trees
+from .errors import InputError
+from .transforms import Clipped, PerExampleGrad, PerExampleValueAndGrad
+
+Function = Callable[..., Any]
+ENTRIES = "params must map names to tensors with the members on dimension 0"
+
+
+def stack_params(models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """The parameters of models of one architecture, stacked: name -> (M, *shape).
+
+    >>> stacked = stack_params([torch.nn.Linear(3, 2) for _ in range(4)])
+    >>> stacked["weight"].shape
+    torch.Size([4, 2, 3])
+
+    Raises:
+        InputError: where the models have different parameters, or different buffers (which are not stacked).
+    """
+    if not models:
+        raise InputError("stack_params needs at least one model")
+    first = dict(models[0].named_parameters())
+    every = [dict(m.named_parameters()) for m in models]
+    for i, own in enumerate(every):
+        if {k: p.shape for k, p in own.items()} != {k: p.shape for k, p in first.items()}:
+            raise InputError(f"model {i} has other parameters than model 0; an ensemble needs models of one architecture")
+        _check_buffers(models[0], models[i], i)
+    return {k: torch.stack([own[k].detach() for own in every]) for k in first}
+
+
+def _check_buffers(first: nn.Module, other: nn.Module, i: int) -> None:
+    theirs = dict(other.named_buffers())
+    for k, b in first.named_buffers():
+        if k not in theirs or not torch.equal(b, theirs[k]):
+            raise InputError(
+                f"buffer '{k}' of model {i} differs from model 0's, and a transform uses the buffers of its own model; "
+                "make them equal, or call the members' own functions one by one"
+            )
+
+
+def ensemble(fn: Function, *, stacked_data: bool = False) -> Function:
+    """`fn` over stacked parameters: `(stacked, x, y) -> fn's result with the M members on dimension 0`.
+
+    >>> grads = ensemble(per_example_grad(model))(stack_params(models), x, y)
+    >>> grads["weight"].shape
+    torch.Size([4, 5, 2, 3])
+
+    The members are called one by one, on slices of the parameters that are not copies; rows are written straight into
+    the stacked result. (`torch.func.vmap(fn, in_dims=(0, None, None))` works too, and may be faster for many small members.)
+
+    Args:
+        fn: a transform, or a function like one.
+        stacked_data: whether x and y are stacked too, (M, B, ...), for each member its own.
+
+    Raises:
+        InputError: where the members cannot be counted.
+    """
+
+    def over_members(params: Mapping[str, Any], x: Any, y: Any = None) -> Any:
+        members = _members(params)
+
+        def arguments(i: int) -> tuple[Any, Any, Any]:
+            data = (trees.map_tensors(lambda t: t[i], tree) if stacked_data else tree for tree in (x, y))
+            return (_select(params, i), *data)
+
+        if _fills_buffers(fn) and not nested.is_nested(params):
+            return _into_one(fn, members, arguments)
+        return _stack([fn(*arguments(i)) for i in range(members)])
+
+    return over_members
+
+
+def _members(params: Mapping[str, Any]) -> int:
+    tensors = [t for t in nested.flatten(params).values() if isinstance(t, Tensor)] if isinstance(params, Mapping) else []
+    sizes = {t.shape[0] if t.dim() else None for t in tensors}
+    if len(sizes) != 1 or None in sizes:
+        raise InputError(f"{ENTRIES}; found {sorted(map(str, sizes))} members, where one number is needed")
+    (members,) = sizes
+    if not members:
+        raise InputError(f"{ENTRIES}; there are none")
+    return members
+
+
+def _select(params: Mapping[str, Any], i: int) -> dict[str, Any]:
+    return {k: _select(p, i) if isinstance(p, Mapping) else p[i] for k, p in params.items()}
+
+
+def _fills_buffers(fn: Function) -> bool:
+    return isinstance(fn, PerExampleGrad) and not fn._options.create_graph
+
+
+def _into_one(fn: Function, members: int, arguments: Callable[[int], tuple[Any, Any, Any]]) -> Any:
+    """The rows of each member written into its slice of one tensor."""
+    with_losses = isinstance(fn, PerExampleValueAndGrad)
+    first = fn(*arguments(0))
+    rows = first[1] if with_losses else first
+    whole = {k: r.new_empty(members, *r.shape) for k, r in rows.items()}
+    for k, r in rows.items():
+        whole[k][0] = r
+    results = [first] + [fn(*arguments(i), out={k: w[i] for k, w in whole.items()}) for i in range(1, members)]
+    return (torch.stack([losses for losses, _ in results]), whole) if with_losses else whole
+
+
+def _stack(results: list[Any]) -> Any:
+    return pytree.tree_map(lambda *parts: torch.stack(parts), *results)
+
+
+def chunked(fn: Function, size: int) -> Function:
+    """`fn` on at most `size` examples at a time: the same result in less memory.
+
+    >>> chunked(per_example_grad_norm(model), 2)(params, x, y).shape
+    torch.Size([5])
+
+    Args:
+        fn: `(params, x, y) -> result`, whose tensors have the examples on dimension 0, or are a `Clipped`.
+        size: examples at a time.
+
+    Raises:
+        InputError: where `size` is not a positive number.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise InputError(f"size={size!r} must be a positive number of examples")
+
+    def in_chunks(params: Any, x: Any, y: Any = None) -> Any:
+        batch = trees.batch_size(trees.flatten(trees.as_call(x))[0], trees.flatten(y)[0])
+        starts = range(0, batch, size) or range(1)  # an empty batch is one empty chunk
+        return _join([fn(params, trees.examples(x, b, b + size), trees.examples(y, b, b + size)) for b in starts])
+
+    return in_chunks
+
+
+def over_loader(
+    fn: Function,
+    loader: Iterable[Any],
+    *,
+    unpack: Callable[[Any], tuple[Any, Any]] | None = None,
+    reduce: Callable[[Any], Any] | None = None,
+) -> Callable[[Any], Any]:
+    """`fn` over every batch of a loader, put together as if they were one batch: a function of the parameters.
+
+    >>> norms = over_loader(per_example_grad_norm(model), DataLoader(data, batch_size=64))(params)
+    >>> norms.shape
+    torch.Size([1000])
+
+    Args:
+        fn: `(params, x, y) -> result`, as for `chunked`.
+        loader: gives batches, moved to the parameters' device: a pair (x, y), or (x,), or x alone.
+        unpack: turns a batch of any other kind into (x, y).
+        reduce: what is kept of the result of a batch, where all of it would be too much (rows of a data set, say).
+
+    Raises:
+        InputError: where the loader is empty or its batches cannot be told apart into x and y.
+    """
+
+    def over_batches(params: Any) -> Any:
+        device = next(t.device for t in pytree.tree_leaves(params) if isinstance(t, Tensor))
+        results = []
+        for item in loader:
+            pair = (unpack or _pair)(item)
+            result = fn(params, *(trees.map_tensors(lambda t: t.to(device), tree) for tree in pair))
+            results.append(result if reduce is None else reduce(result))
+        if not results:
+            raise InputError("the loader gave no batch")
+        return _join(results)
+
+    return over_batches
+
+
+def _pair(item: Any) -> tuple[Any, Any]:
+    if not isinstance(item, list | tuple):
+        return item, None
+    if len(item) > 2:
+        raise InputError(f"a batch of {len(item)} parts is neither (x, y) nor (x,); say with unpack= which part is what")
+    return (item[0], item[1]) if len(item) == 2 else (item[0], None)
+
+
+def _join(results: list[Any]) -> Any:
+    if len(results) == 1:
+        return results[0]
+    if isinstance(results[0], Clipped):
+        norms, losses = (torch.cat([getattr(r, k) for r in results]) for k in ("norms", "losses"))
+        return Clipped(pytree.tree_map(lambda *g: sum(g[1:], g[0]), *(r.grads for r in results)), norms, losses)
+    return pytree.tree_map(lambda *parts: torch.cat(parts), *results)
