@@ -10,7 +10,6 @@ import copy
 import functools
 import io
 import pickle
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from . import modes, nested, trees
+from . import compiled, modes, nested, trees
 from .arguments import Call, Options, Params, check_call
 from .errors import InputError, PexgradError, TraceError
 from .jacobian import Jacobian
@@ -26,6 +25,7 @@ from .loss import ExampleLosses
 from .lower import Lowered, flat_values, lower, with_arguments
 from .pipeline import Pipeline, without_autocast
 from .rebind import Bound
+from .trace import _lock as TRACING
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,6 +36,8 @@ def composable(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def composed(self: Composable, params: Params, x: Any, y: Any = None, **options: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _call_compiled(self, composed, params, x, y, options)
         if nested.is_nested(params):
             return _call_nested(self, composed, params, x, y, options)
         if not modes.inside_transform():
@@ -49,6 +51,22 @@ def composable(call: Callable[..., Any]) -> Callable[..., Any]:
     return composed
 
 
+def _call_compiled(
+    transform: Composable, call: Callable[..., Any], params: Params, x: Any, y: Any, options: dict[str, Any]
+) -> Any:
+    # what cannot be one operation of a compiled graph runs as it does elsewhere, between two graphs
+    if transform._options.create_graph or "out" in options or not transform._is_of_tensors:
+        return _uncompiled(call, transform, params, x, y, options)
+    return compiled.call(transform, params, x, y, options)
+
+
+@torch.compiler.disable
+def _uncompiled(
+    call: Callable[..., Any], transform: Composable, params: Params, x: Any, y: Any, options: dict[str, Any]
+) -> Any:
+    return call(transform, params, x, y, **options)
+
+
 def _as_dict(params: Any) -> Any:
     return dict(params) if isinstance(params, Mapping) else params
 
@@ -59,6 +77,10 @@ def _call_nested(
     paths = nested.structure(params)
     options = {k: nested.flatten(v) if nested.is_nested(v) else v for k, v in options.items()}
     result = call(transform._flat(paths), nested.flatten(params), x, y, **options)
+    return _nested_result(result, paths)
+
+
+def _nested_result(result: Any, paths: nested.Structure) -> Any:
     if isinstance(result, dict):
         return nested.nest(result, paths)
     if isinstance(result, tuple):
@@ -82,11 +104,23 @@ class Composable:
         self._kept_alive: list[list[Any]] = []  # what the keys of _pipelines identify
         self._lowered: dict[Any, list[Lowered]] = {}
         self._by_structure: dict[nested.Structure, Self] = {}
-        self._lock = threading.RLock()
+        # one for all: torch keeps the state of a trace, symbolic sizes included, for the whole process
+        self._lock = TRACING
+        self._handle = compiled.handle(self)
 
     def _answer(self, jacobian: Jacobian) -> Any:
         """What the transform returns, from the Jacobian of the whole batch."""
-        raise InputError(f"{type(self).__name__} returns an operator, which has no flat graph; use a transform of tensors")
+        raise NotImplementedError
+
+    # What compiled code needs to know of the result: whether it is tensors, how it is put together from a flat list of
+    # them (entries by name at `paths`), and their shapes and dtypes.
+    _is_of_tensors = False
+
+    def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
+        raise NotImplementedError
+
+    def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
+        raise NotImplementedError
 
     def _pipeline(self, call: Call) -> Pipeline:
         raise NotImplementedError
@@ -129,17 +163,21 @@ class Composable:
         Raises:
             PexgradError: where the function itself would refuse, and where the call has no flat graph.
         """
-        flat = nested.flatten(params) if nested.is_nested(params) else params
-        transform = self._flat(nested.structure(params)) if nested.is_nested(params) else self
+        paths = nested.structure(params) if nested.is_nested(params) else None
+        flat = params if paths is None else nested.flatten(params)
+        transform = self if paths is None else self._flat(paths)
         with modes.outside_transforms(), modes.recording():
             call = check_call(transform._model, *map(modes.recordable, (_as_dict(flat), x, y)))
             lowered = transform._graph(call)
-            graph = with_arguments(lowered, call, (params, x, y), transform._model.buffers())
+            whole = (lambda result: result) if paths is None else (lambda result: _nested_result(result, paths))
+            graph = with_arguments(lowered, call, (params, x, y), transform._model.buffers(), whole)
         graph.meta["batch"] = lowered.batch if isinstance(lowered.batch, int) else "any"
         return graph
 
     def _graph(self, call: Call) -> Lowered:
         """The flat graph that serves a call, from the cache if it is there."""
+        if not self._is_of_tensors:
+            raise InputError(f"{type(self).__name__} returns an operator, which has no flat graph; use a transform of tensors")
         if self._options.strategy != "crb":
             raise TraceError(f'strategy={self._options.strategy!r} has no flat graph: it runs the model itself; use "crb"')
         with self._lock:
@@ -192,7 +230,7 @@ class Composable:
         return other
 
 
-_TRACED = ("_pipelines", "_kept_alive", "_lowered", "_by_structure", "_lock")
+_TRACED = ("_pipelines", "_kept_alive", "_lowered", "_by_structure", "_lock", "_handle")
 
 
 class _WithoutTensors(pickle.Pickler):

@@ -1,55 +1,114 @@
 """Operations that are traced as the simpler ones they are made of, so that their rules apply.
 
-Recurrent layers become their linear maps and gates, step by step; the uses of one weight over time
-are joined again into one factor afterwards.
+Recurrent layers become their linear maps and gates, step by step; the uses of one weight over time are joined again into
+one factor afterwards. Shapes: x (t, b, i), a state (b, h), gates (b, n h) with n = 4 for LSTM, 3 for GRU, 1 for RNN.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
 from torch.nn.functional import linear
 
 aten = torch.ops.aten
 
+# (input's part of the gates, state, w_hh, b_hh) -> state, of which the first tensor is the step's output
+Step = Callable[[Tensor, tuple[Tensor, ...], Tensor, Any], tuple[Tensor, ...]]
 
-def _gates(x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None) -> Tensor:
-    return linear(x, w_ih, b_ih) + linear(h, w_hh, b_hh)
 
-
-def lstm_cell(x: Tensor, hx: list[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
+def lstm_step(xs: Tensor, state: tuple[Tensor, ...], w_hh: Tensor, b_hh: Any) -> tuple[Tensor, ...]:
     """i, f, g, o = gates; c' = f c + i g; h' = o tanh(c')."""
-    h, c = hx
-    i, f, g, o = _gates(x, h, w_ih, w_hh, b_ih, b_hh).chunk(4, -1)
+    h, c = state
+    i, f, g, o = (xs + linear(h, w_hh, b_hh)).chunk(4, -1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
 
 
-def gru_cell(x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Tensor:
+def gru_step(xs: Tensor, state: tuple[Tensor, ...], w_hh: Tensor, b_hh: Any) -> tuple[Tensor, ...]:
     """r, z, n = gates; h' = n + z (h - n), where r scales the hidden part of n."""
-    xr, xz, xn = linear(x, w_ih, b_ih).chunk(3, -1)
+    (h,) = state
+    xr, xz, xn = xs.chunk(3, -1)
     hr, hz, hn = linear(h, w_hh, b_hh).chunk(3, -1)
     n = (xn + (xr + hr).sigmoid() * hn).tanh()
-    return n + (xz + hz).sigmoid() * (h - n)
+    return (n + (xz + hz).sigmoid() * (h - n),)
 
 
-def rnn_tanh_cell(x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Tensor:
+def tanh_step(xs: Tensor, state: tuple[Tensor, ...], w_hh: Tensor, b_hh: Any) -> tuple[Tensor, ...]:
     """h' = tanh(gates)."""
-    return _gates(x, h, w_ih, w_hh, b_ih, b_hh).tanh()
+    return ((xs + linear(state[0], w_hh, b_hh)).tanh(),)
 
 
-def rnn_relu_cell(x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Tensor:
+def relu_step(xs: Tensor, state: tuple[Tensor, ...], w_hh: Tensor, b_hh: Any) -> tuple[Tensor, ...]:
     """h' = relu(gates)."""
-    return _gates(x, h, w_ih, w_hh, b_ih, b_hh).relu()
+    return ((xs + linear(state[0], w_hh, b_hh)).relu(),)
+
+
+def _direction(
+    step: Step, x: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor], has_biases: bool, *, reverse: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One layer in one direction: its outputs (t, b, h) and its last state."""
+    w_ih, w_hh, *rest = weights
+    b_ih, b_hh = rest[:2] if has_biases else (None, None)
+    project = rest[2:] if has_biases else rest  # an LSTM's projection of its output
+    xs, outputs = linear(x, w_ih, b_ih).unbind(0), []
+    for part in reversed(xs) if reverse else xs:
+        h, *others = step(part, state, w_hh, b_hh)
+        h = linear(h, project[0]) if project else h
+        state = (h, *others)
+        outputs.append(h)
+    return torch.stack(outputs[::-1] if reverse else outputs), state
+
+
+def _recurrent(
+    step: Step, x: Tensor, states: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """All layers: the outputs, then each kind of state, stacked over layers and directions."""
+    x = x.transpose(0, 1) if batch_first else x
+    runs = num_layers * (2 if bidirectional else 1)
+    size = len(params) // runs
+    last: list[tuple[Tensor, ...]] = []
+    for layer in range(num_layers):
+        outputs = []
+        for reverse in (False, True) if bidirectional else (False,):
+            k = len(last)
+            start = tuple(s[k] for s in states)
+            out, state = _direction(step, x, start, params[k * size : (k + 1) * size], has_biases, reverse=reverse)
+            outputs.append(out)
+            last.append(state)
+        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if dropout and train and layer < num_layers - 1:
+            x = torch.dropout(x, dropout, True)
+    x = x.transpose(0, 1) if batch_first else x
+    return x, *(torch.stack(kind) for kind in zip(*last, strict=True))
+
+
+def _lstm(x: Tensor, states: Sequence[Tensor], *args: Any) -> tuple[Tensor, ...]:
+    return _recurrent(lstm_step, x, states, *args)
+
+
+def _one_state(step: Step) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda x, state, *args: _recurrent(step, x, (state,), *args)
+
+
+def _cell(step: Step) -> Callable[..., Any]:
+    def cell(x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
+        state = step(linear(x, w_ih, b_ih), (hx,) if isinstance(hx, Tensor) else tuple(hx), w_hh, b_hh)
+        return state if len(state) > 1 else state[0]
+
+    return cell
 
 
 DECOMPOSITIONS = {
-    **get_decompositions([aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input]),
-    aten.lstm_cell.default: lstm_cell,
-    aten.gru_cell.default: gru_cell,
-    aten.rnn_tanh_cell.default: rnn_tanh_cell,
-    aten.rnn_relu_cell.default: rnn_relu_cell,
+    aten.lstm.input: _lstm,
+    aten.gru.input: _one_state(gru_step),
+    aten.rnn_tanh.input: _one_state(tanh_step),
+    aten.rnn_relu.input: _one_state(relu_step),
+    aten.lstm_cell.default: _cell(lstm_step),
+    aten.gru_cell.default: _cell(gru_step),
+    aten.rnn_tanh_cell.default: _cell(tanh_step),
+    aten.rnn_relu_cell.default: _cell(relu_step),
 }

@@ -22,6 +22,9 @@ aten = torch.ops.aten
 # writes norm-limited rows back into the table: each example's rows get what it alone would give them
 _BENIGN_WRITES = {aten.embedding_renorm_.default}
 
+# running statistics that the schema does not declare as written to
+_HIDDEN_WRITES = {aten.instance_norm.default: ("running_mean", "running_var")}
+
 
 @dataclass(frozen=True)
 class State:
@@ -86,7 +89,9 @@ def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
     if not isinstance(node.target, OpOverload):
         return
     for argument, schema in _bind(node):
-        if schema.alias_info is not None and schema.alias_info.is_write:
+        if schema.name in _HIDDEN_WRITES.get(node.target, ()):
+            yield from _nodes(argument)
+        elif schema.alias_info is not None and schema.alias_info.is_write:
             yield from (a for a in _nodes(argument))
 
 

@@ -149,7 +149,7 @@ class ExampleLosses:
 
     def _scalar(self, value: Any) -> Tensor:
         self._check_tensor(value)
-        if value.dim() > 0 and value.shape[0] != 1:
+        if value.dim() > 0 and value.shape[0] > 1:
             raise LossError(
                 f"{_name(self.loss)} returned shape {tuple(value.shape)} for a single example; return one number, or (1, ...)"
             )

@@ -87,7 +87,7 @@ def _verify(
     with StandStill():
         want = answer(pipeline.jacobian(params, buffers, call.trainable, call.x, call.y, call.batch, options))
         got = lowered.run(flat_values(call.params, buffers, call.x, call.y))
-    worst = largest_error(*({str(i): t for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want)))
+    worst = largest_error(*({str(i): t.detach() for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want)))
     if worst is not None:
         raise VerificationError(
             f"the flat graph of this call differs from the call itself by a relative error of {worst[1]:.1e}; "
@@ -143,6 +143,10 @@ def _guards(env: ShapeEnv, batch: sympy.Symbol) -> Iterator[sympy.Basic]:
 class _Fakes(FakeTensorMode):
     """Fake tensors whose padding keeps a symbolic batch size: torch's own fixes it."""
 
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.cache_enabled = False  # a cache of shapes takes longer than it saves in a graph that is recorded once
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.constant_pad_nd.default:
             x, padding = args[0], args[1]
@@ -192,8 +196,9 @@ def _writes(node: fx.Node) -> bool:
 def _make_portable(module: fx.GraphModule, *, differentiable: bool) -> None:
     graph = module.graph
     for node in list(graph.nodes):
-        if node.target in _IDENTITIES or _is_whole_copy(node):
-            node.replace_all_uses_with(node.args[-1])
+        same = _same_as(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
             graph.erase_node(node)
         elif node.target in _PORTABLE:
             node.target = _PORTABLE[node.target]
@@ -205,17 +210,38 @@ def _make_portable(module: fx.GraphModule, *, differentiable: bool) -> None:
     module.recompile()
 
 
-_IDENTITIES = (aten.detach.default, aten.alias.default)
 _PORTABLE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 _METHODS = {aten.sym_size.int: "size", aten.sym_numel.default: "numel"}
 
+# position, among the arguments of a slice and its relatives, of the dimension, which (start, end, step) follow
+_SLICES = {aten.slice.Tensor: 1, aten.slice_scatter.default: 2, aten.slice_backward.default: 2}
+_TO_THE_END = torch.iinfo(torch.int64).max
 
-def _is_whole_copy(node: fx.Node) -> bool:
-    """Whether a functional `copy(destination, source)` is simply its source."""
-    if node.target is not aten.copy.default or len(node.args) != 2 or not isinstance(node.args[1], fx.Node):
-        return False
-    before, after = (n.meta["val"] for n in (node.args[1], node))
-    return before.dtype == after.dtype and before.device == after.device and list(before.shape) == list(after.shape)
+
+def _same_as(node: fx.Node) -> Any:
+    """An operand that is all that the node gives; None where the node does something."""
+    if node.target in (aten.detach.default, aten.alias.default):
+        return node.args[0]
+    if node.target is aten.copy.default:  # the functional `copy(destination, source)`
+        source = node.args[1]
+        before, after = (n.meta["val"] for n in (source, node))  # type: ignore[union-attr]
+        alike = before.dtype == after.dtype and before.device == after.device and list(before.shape) == list(after.shape)
+        return source if alike else None
+    at = _SLICES.get(node.target)  # type: ignore[arg-type]
+    if at is None:
+        return None
+    _, start, end, step = (*node.args[at:], *(0, 0, _TO_THE_END, 1)[len(node.args) - at :])
+    whole = start in (0, None) and end in (None, _TO_THE_END) and step == 1
+    if not whole:
+        # no number that large passes through vmap
+        node.args = tuple(_end_of(node) if i == at + 2 and a == _TO_THE_END else a for i, a in enumerate(node.args))
+        return None
+    return node.args[1 if node.target is aten.slice_scatter.default else 0]
+
+
+def _end_of(node: fx.Node) -> Any:
+    sizes, dim = (node.args[1], node.args[2]) if node.target is aten.slice_backward.default else (None, 0)
+    return None if sizes is None else sizes[dim]  # type: ignore[index]
 
 
 def _cut_gradients(graph: fx.Graph) -> None:
@@ -250,8 +276,10 @@ def _is_plain(node: fx.Node) -> bool:
 # --- the same graph with the function's own arguments -------------------------------------------------
 
 
-def with_arguments(lowered: Lowered, call: Call, given: tuple[Any, Any, Any], buffers: dict[str, Tensor]) -> fx.GraphModule:
+def with_arguments(lowered: Lowered, call: Call, given: tuple[Any, Any, Any], buffers: dict[str, Tensor], whole: Callable[[Any], Any]) -> fx.GraphModule:
     """The graph as a module called like the function: `module(params, x, y)`; `given` are examples of those three.
+
+    `whole` gives the result its last shape.
 
     Parameters that were not given, and buffers, become buffers of the module: the same tensors as the model's own.
     """
@@ -276,10 +304,11 @@ def with_arguments(lowered: Lowered, call: Call, given: tuple[Any, Any, Any], bu
     for node, k in zip(args[n_given:], own, strict=False):
         new[node] = graph.get_attr(_safe(k))
         new[node].meta.update(node.meta)
-    result = graph.graph_copy(lowered.module.graph, new)
-    _name_results(result, lowered.spec)
+    tree = whole(pytree.tree_unflatten(list(graph.graph_copy(lowered.module.graph, new)), lowered.spec))
+    result, result_spec = pytree.tree_flatten(tree)
+    _name_results(tree)
     graph.output(result)
-    graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(["params", "x", "y"], spec, lowered.spec)))
+    graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(["params", "x", "y"], spec, result_spec)))
     graph.lint()
     return fx.GraphModule(root, graph, "Lowered")
 
@@ -309,9 +338,8 @@ def _root(module: fx.GraphModule, own: dict[str, Tensor]) -> torch.nn.Module:
     return root
 
 
-def _name_results(result: Any, spec: pytree.TreeSpec) -> None:
+def _name_results(tree: Any) -> None:
     """Name the nodes of the result by their place in it."""
-    tree = pytree.tree_unflatten(list(result), spec)
     for path, node in pytree.tree_flatten_with_path(tree)[0]:
         if isinstance(node, fx.Node) and node.op == "call_function":
             node._rename(_name(path, "result"))

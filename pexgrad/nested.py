@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .errors import InputError
@@ -42,6 +42,11 @@ def nest(flat: Mapping[str, Any], paths: Structure) -> dict[str, Any]:
             at = at.setdefault(key, {})
         at[path[-1]] = flat[_joined(path)]
     return result
+
+
+def at(paths: Structure, leaves: Sequence[Any]) -> dict[str, Any]:
+    """The nested dict with these leaves at these paths."""
+    return nest({_joined(path): leaf for path, leaf in zip(paths, leaves, strict=True)}, paths)
 
 
 def taking_flat(function: Callable[..., Any], paths: Structure) -> Callable[..., Any]:

@@ -21,6 +21,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from .errors import ANY_MODEL, TraceError
+
 HOOKED = "hooked"  # key in a node's meta: the value passes through tensor hooks here
 
 
@@ -99,13 +101,23 @@ def _record(
     assert mode is not None
     tracer = mode.tracer
     proxy_args, proxy_kwargs = tree_map(tracer.unwrap_proxy, (args, kwargs))
-    proxy = tracer.create_proxy("call_function", function, proxy_args, proxy_kwargs)
+    try:
+        proxy = tracer.create_proxy("call_function", function, proxy_args, proxy_kwargs)
+    except NotImplementedError as e:  # a module, say: its parameters would not be the call's
+        raise TraceError(
+            f"the custom autograd.Function {function.__name__} is given objects that a graph cannot hold ({_brief(e)}); give it "
+            f"the tensors themselves, or {ANY_MODEL}"
+        ) from e
     proxy.node.meta.update(meta or {})
     if result is None:
         with disable_proxy_modes_tracing():
             result = tree_map(_fresh, function(*args, **kwargs))
     track_tensor_tree(result, proxy, constant=None, tracer=tracer)
     return result
+
+
+def _brief(e: Exception) -> str:
+    return str(e).removeprefix("argument of type: ").splitlines()[0]
 
 
 def _fresh(value: Any) -> Any:

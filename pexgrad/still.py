@@ -40,6 +40,11 @@ def _multinomial(p: Tensor, n: int, *args: Any, **kwargs: Any) -> Tensor:
     return p.topk(n, -1).indices
 
 
+def _rrelu(x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *args: Any, **kwargs: Any) -> Tensor:
+    noise.copy_(torch.where(x > 0, 1, (lower + upper) / 2))  # read again by the backward
+    return x * noise
+
+
 def _randint(low: int, high: int, size: Any, *, dtype: Any = torch.long, device: Any = None, **kwargs: Any) -> Tensor:
     return torch.full(size, low, dtype=dtype or torch.long, device=device)
 
@@ -69,6 +74,7 @@ _STILL: dict[str, Still] = {
     "normal": _normal,
     "multinomial": _multinomial,
     "native_dropout": _native_dropout,
+    "rrelu_with_noise": _rrelu,
 }
 
 

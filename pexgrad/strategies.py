@@ -20,9 +20,9 @@ from .rebind import Bound
 STRATEGIES = ("crb", "multi", "naive")
 
 
-def own(model: Bound, params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters, or one copy of them for the whole call where the model writes to them."""
-    return {k: p.clone() for k, p in params.items()} if model.writes_to_parameters() else params
+def _alias(model: Bound, p: Tensor) -> Tensor:
+    """A view of a parameter, or a copy where the model writes to its parameters."""
+    return p.clone() if model.writes_to_parameters() else p.view_as(p)
 
 
 def _example_loss(model: Bound, losses: ExampleLosses, params: dict[str, Tensor], x: Any, y: Any, b: int) -> Tensor:
@@ -46,9 +46,9 @@ def naive(
     """One example at a time: the definition."""
     losses, rows = [], []
     with torch.enable_grad():
-        params = own(model, params)
         for b in range(batch):
-            value = _example_loss(model, loss, params, x, y, b)
+            own = {k: _alias(model, p) for k, p in params.items()}
+            value = _example_loss(model, loss, own, x, y, b)
             rows.append(_grad(value, [params[k] for k in trainable], create_graph))
             losses.append(value if create_graph else value.detach())
     return _stacked(losses, rows, trainable, create_graph)
@@ -61,11 +61,10 @@ def multi(
     """Every example with its own aliases of the parameters, views and not copies; one backward through the sum."""
     losses, aliases = [], []
     with torch.enable_grad():
-        params = own(model, params)
         for b in range(batch):
-            mine = {k: params[k].view_as(params[k]) for k in trainable}
-            losses.append(_example_loss(model, loss, params | mine, x, y, b))
-            aliases.append(list(mine.values()))
+            mine = {k: _alias(model, p) for k, p in params.items()}
+            losses.append(_example_loss(model, loss, mine, x, y, b))
+            aliases.append([mine[k] for k in trainable])
         flat = [a for mine in aliases for a in mine]
         grads = _grad(torch.stack(losses).sum(), flat, create_graph)
     n = len(trainable)

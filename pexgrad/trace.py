@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
@@ -116,7 +118,7 @@ def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, 
         seen["leaves"] = [_stand_in(v) for v in out_leaves]
         return [v for v in out_leaves if isinstance(v, Tensor)]
 
-    with _lock, _tracing(env) as inside:
+    with _lock, _tracing(batch) as branches:
         try:
             gm = make_fx(
                 run,
@@ -133,6 +135,7 @@ def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, 
                 f"control flow or shapes that depend on data cannot be traced: {ANY_MODEL}"
             ) from e
     _refuse_fixed_batch(env, batch)
+    _refuse_shapes_of_data(gm.graph, batch)
     if not seen["leaves"] or FROM_GRAPH not in seen["leaves"]:
         raise TraceError("the model's output holds no tensor; return tensors, in any nesting of tuples, lists and dicts")
     nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -147,7 +150,7 @@ def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, 
         inputs=nodes[n_params + n_buffers :],
         output_leaves=seen["leaves"],
         output_spec=seen["spec"],
-        guards=tuple(_guards(env, inside)),
+        guards=tuple(branches),
     )
 
 
@@ -176,9 +179,10 @@ def _stand_in(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _tracing(env: ShapeEnv) -> Iterator[set[int]]:
-    """Gives the indices of guards that operations make while they run, on which the graph does not depend."""
-    inside: set[int] = set()
+def _tracing(batch: sympy.Symbol) -> Iterator[list[sympy.Basic]]:
+    """Gives the conditions on the batch size that the model's own code branches on."""
+    branches: list[sympy.Basic] = []
+    running: list[None] = []  # as long as the operations that are running are deep
     with (
         torch.enable_grad(),
         opaque_functions(),
@@ -187,18 +191,34 @@ def _tracing(env: ShapeEnv) -> Iterator[set[int]]:
         torch.backends.opt_einsum.flags(enabled=False),  # its search for a path fixes every size
         mock.patch.object(builtins, "len", _traced_len(builtins.len)),
         mock.patch.object(PythonKeyTracer, "create_node", _noting_source(PythonKeyTracer.create_node)),
-        mock.patch.object(proxy_tensor, "proxy_call", _noting_guards(proxy_tensor.proxy_call, env, inside)),
+        mock.patch.object(proxy_tensor, "proxy_call", _noting_depth(proxy_tensor.proxy_call, running)),
+        mock.patch.object(SymNode, "bool_", _noting_branches(SymNode.bool_, batch, branches, running)),
     ):
-        yield inside
+        yield branches
 
 
-def _noting_guards(call: Callable[..., Any], env: ShapeEnv, inside: set[int]) -> Callable[..., Any]:
+def _noting_depth(call: Callable[..., Any], running: list[None]) -> Callable[..., Any]:
     def noted(*args: Any, **kwargs: Any) -> Any:
-        before = len(env.guards)
+        running.append(None)
         try:
             return call(*args, **kwargs)
         finally:
-            inside.update(range(before, len(env.guards)))
+            running.pop()
+
+    return noted
+
+
+def _noting_branches(
+    bool_: Callable[[SymNode], bool], batch: sympy.Symbol, branches: list[sympy.Basic], running: list[None]
+) -> Callable[[SymNode], bool]:
+    """Note what Python code asks; what operations ask while they run is metadata, on which the graph does not depend."""
+
+    def noted(self: SymNode) -> bool:
+        condition = self.expr
+        answer = bool_(self)
+        if not running and batch in condition.free_symbols and not _is_metadata(sys._getframe(1)):
+            branches.append(condition if answer else sympy.Not(condition))
+        return answer
 
     return noted
 
@@ -277,19 +297,21 @@ def _module_paths(forward: Callable[..., Any]) -> Iterator[None]:
         _paths.clear()
 
 
-# torch's own shape functions guard on sizes to compute metadata of fake tensors; the graph does not depend on it
+# torch's own shape functions ask for sizes to compute the metadata of fake tensors
 _METADATA = tuple(
     os.sep + os.path.join("torch", *parts)
     for parts in (("_subclasses",), ("_prims_common",), ("_prims",), ("_refs",), ("_meta_registrations.py",), ("_decomp",))
 )
 
 
-def _guards(env: ShapeEnv, inside: set[int]) -> Iterator[sympy.Basic]:
-    """Conditions on the batch size that the model's own code branched on."""
-    for i, guard in enumerate(env.guards):
-        filename = getattr(guard.sloc.framework_loc, "filename", str(guard.sloc.framework_loc))
-        if i not in inside and not any(part in filename for part in _METADATA):
-            yield guard.expr
+def _is_metadata(frame: FrameType | None) -> bool:
+    for _ in range(6):
+        if frame is None:
+            return False
+        if any(part in frame.f_code.co_filename for part in _METADATA):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol) -> None:
@@ -306,6 +328,17 @@ def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol) -> None:
 def _source_of(guard: Any) -> str:
     frame = guard.sloc.maybe_user_loc or guard.sloc.framework_loc
     return f" (at {frame.filename}:{frame.lineno})" if hasattr(frame, "filename") else f" (at {frame})" if frame else ""
+
+
+def _refuse_shapes_of_data(graph: fx.Graph, batch: sympy.Symbol) -> None:
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        sizes = [n for n in val.shape if isinstance(n, torch.SymInt)] if isinstance(val, Tensor) else []
+        if any(n.node.expr.free_symbols - {batch} for n in sizes):
+            raise TraceError(
+                f"the shape of {node.name} depends on data (at {node.meta.get('source', 'an unknown line')}), so the model has no "
+                f"static graph; use masks instead of selecting by value, or {ANY_MODEL}"
+            )
 
 
 def _first_line(e: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import trees
+from . import nested, trees
 from .arguments import Call, Options, Params, check_call, check_out
 from .clipping import Clipping
 from .compose import Composable, composable
@@ -110,7 +111,8 @@ class Transform(Composable):
     def _raise_own_error(self, call: Call) -> None:
         """Where the model or the loss itself fails on this batch, let its own error be the one that is seen."""
         args, kwargs = trees.as_call(trees.map_tensors(torch.clone, call.x))
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the model's own, given before
             output = self._model.fresh({k: p.detach().clone() for k, p in call.params.items()})(*args, **kwargs)
             self._loss.loss(output, call.y)
 
@@ -133,6 +135,14 @@ def _describe(v: Any) -> Any:
     return v if isinstance(v, bool | int | float | str | None) else id(v)
 
 
+def numbers(entries: list[Tensor], batch: Any, device: Any) -> Tensor:
+    """An empty (B,) of the dtype that a number for each example has in compiled code: at least float32."""
+    dtype = torch.float32
+    for p in entries:
+        dtype = torch.promote_types(dtype, p.dtype.to_real())
+    return torch.empty(batch, dtype=dtype, device=device or entries[0].device)
+
+
 class PerExampleGrad(Transform):
     """`(params, x, y=None, out=None) -> {name: (B, *shape)}`; made by `per_example_grad`."""
 
@@ -144,6 +154,14 @@ class PerExampleGrad(Transform):
 
     def _answer(self, jacobian: Jacobian) -> Any:
         return jacobian.rows()
+
+    _is_of_tensors = True
+
+    def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
+        return nested.at(paths, flat)
+
+    def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
+        return [p.new_empty((batch, *p.shape), device=device) for p in entries]
 
     def _value_and_grad(
         self, params: Params, x: Any, y: Any, out: Mapping[str, Tensor] | None
@@ -173,6 +191,12 @@ class PerExampleValueAndGrad(PerExampleGrad):
     def _answer(self, jacobian: Jacobian) -> Any:
         return jacobian.losses, jacobian.rows()
 
+    def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
+        return flat[0], nested.at(paths, flat[1:])
+
+    def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
+        return [numbers(entries, batch, device), *super()._outline(entries, batch, device)]
+
 
 class PerExampleGradNorm(Transform):
     """`(params, x, y=None) -> (B,)`, or `{name: (B,)}`; made by `per_example_grad_norm`."""
@@ -192,6 +216,14 @@ class PerExampleGradNorm(Transform):
 
     def _answer(self, jacobian: Jacobian) -> Any:
         return jacobian.norms(self._per_param)
+
+    _is_of_tensors = True
+
+    def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
+        return nested.at(paths, flat) if self._per_param else flat[0]
+
+    def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
+        return [numbers(some, batch, device) for some in ([[p] for p in entries] if self._per_param else [entries])]
 
 
 class PerExampleJacobian(Transform):
@@ -214,7 +246,14 @@ class Clipped:
     losses: Tensor  # (B,): likewise
 
 
-pytree.register_dataclass(Clipped)  # so that torch.func, torch.compile and torch.export take it as a result
+# so that torch.func, torch.compile and torch.export take it as a result
+pytree.register_pytree_node(
+    Clipped,
+    lambda c: ([c.grads, c.norms, c.losses], None),
+    lambda leaves, _: Clipped(*leaves),
+    serialized_type_name="pexgrad.Clipped",
+    flatten_with_keys_fn=lambda c: ([(pytree.GetAttrKey(k), v) for k, v in vars(c).items()], None),
+)
 
 
 class ClippedGrad(Transform):
@@ -254,6 +293,15 @@ class ClippedGrad(Transform):
     def _answer(self, jacobian: Jacobian) -> Any:
         weights, norms = self._clipping.weights(jacobian)
         return Clipped(jacobian.vjp(weights), norms, jacobian.losses)
+
+    _is_of_tensors = True
+
+    def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
+        return Clipped(nested.at(paths, flat[:-2]), flat[-2], flat[-1])
+
+    def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
+        grads = [p.new_empty(p.shape, device=device) for p in entries]
+        return [*grads, *(numbers(entries, batch, device) for _ in range(2))]
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Tables of rows: embeddings, and parameters indexed by values that belong to examples.
 
-    y[b, t, :] = w[id[b, t], :]
-    G[b, v, :] = sum over t with id[b, t] = v of g[b, t, :]
+y[b, t, :] = w[id[b, t], :]
+G[b, v, :] = sum over t with id[b, t] = v of g[b, t, :]
 """
 
 from __future__ import annotations
@@ -19,14 +19,22 @@ aten = torch.ops.aten
 
 @register_rule(aten.embedding.default, "weight")
 def embedding_weight(
-    g: Tensor, indices: Tensor, *, padding_idx: int, scale_grad_by_freq: bool, shape: torch.Size, dtype: torch.dtype
+    g: Tensor,
+    indices: Tensor,
+    *,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+    shape: torch.Size,
+    dtype: torch.dtype,
 ) -> Scatter:
     ids = indices.reshape(indices.shape[0], -1)
     g = g.reshape(*ids.shape, shape[1])
     if padding_idx >= 0:
         g = g.masked_fill((ids == padding_idx)[..., None], 0)
     if scale_grad_by_freq:
-        g = g / (ids[:, :, None] == ids[:, None, :]).sum(2)[..., None]  # how often the id occurs in its own example
+        g = (
+            g / (ids[:, :, None] == ids[:, None, :]).sum(2)[..., None]
+        )  # how often the id occurs in its own example
     return Scatter(g, ids, shape, dtype)
 
 

@@ -1,0 +1,352 @@
+"""Property tests for models and rules: strategies that draw them, and checks that compare them with the definition.
+
+>>> @given(models(), st.data())
+... def test_any_model(model, data):
+...     x, y = data.draw(batches(model))
+...     check_per_example_grad(model, x, y)
+
+What the strategies draw prints as code, so that a failing test ends with a small model to paste. The strategies need
+hypothesis, which `pip install "pexgrad[test]"` brings; the checks do not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import trees
+from .api import clipped_grad, per_example_grad, per_example_jacobian, per_example_value_and_grad
+from .errors import PexgradError, VerificationError
+from .extend import _compare, check_rule
+from .loss import Loss
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn, SearchStrategy
+
+CLASSES = 3  # of the models' outputs
+CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _strategies() -> Any:
+    try:
+        # imported here, so that the checks work without it
+        import hypothesis.strategies
+    except ModuleNotFoundError as error:
+        raise PexgradError('the strategies of pexgrad.testing need hypothesis: pip install "pexgrad[test]"') from error
+    return hypothesis.strategies
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def check_per_example_grad(
+    model: nn.Module | ModelConfig, x: Any, y: Any = None, loss: Loss = F.cross_entropy, *, tolerance: float = 1e-8
+) -> None:
+    """Raise where the library's answers for a model are not those of the definition, a loop over batches of one.
+
+    >>> check_per_example_grad(torch.nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
+
+    A copy of the model is converted to float64. Losses and rows are compared with the loop; norms, weighted
+    sums and clipped sums with those rows.
+
+    Args:
+        model: a module, or one of `models()`, `conv_configs()`, `linear_configs()`.
+        x: inputs with the batch on dimension 0.
+        y: targets, likewise.
+        loss: `loss(output, y)`, as for `per_example_grad`.
+        tolerance: the largest relative error that passes.
+
+    Raises:
+        VerificationError: naming the parameter and the error, with the model as code and the inputs' shapes.
+        PexgradError: where the library refuses the model.
+    """
+    module = model.module() if isinstance(model, ModelConfig) else copy.deepcopy(model)
+    module = module.double()
+    x, y = (trees.map_tensors(lambda t: t.detach().double() if t.is_floating_point() else t, tree) for tree in (x, y))
+    try:
+        _check(module, x, y, loss, tolerance)
+    except VerificationError as error:
+        raise VerificationError(f"{error}\n\n{_as_code(model, x, y)}") from error
+
+
+def _check(module: nn.Module, x: Any, y: Any, loss: Loss, tolerance: float) -> None:
+    params = dict(module.named_parameters())
+    losses, want = per_example_value_and_grad(module, loss, strategy="naive")(params, x, y)
+    jacobian = per_example_jacobian(module, loss, verify=False)(params, x, y)
+    _compare("the losses", jacobian.losses, losses, tolerance)
+    rows = jacobian.rows()
+    for k, w in want.items():
+        _compare(f"the rows of '{k}'", rows[k], w, tolerance)
+    flat = torch.cat([w.flatten(1) for w in want.values()], 1)
+    weights = torch.linspace(-1, 1, len(flat), dtype=torch.float64)
+    _compare("the norms", jacobian.norms(), flat.norm(dim=1), tolerance)
+    for k, total in jacobian.vjp(weights).items():
+        _compare(f"the weighted sum of '{k}'", total, torch.tensordot(weights, want[k], 1), tolerance)
+    bound = max(float(flat.norm(dim=1).mean()), 1e-9)
+    clipped = clipped_grad(module, loss, max_norm=bound, verify=False)(params, x, y)
+    scale = 1 / torch.clamp(flat.norm(dim=1) / bound, min=1)
+    for k, total in clipped.grads.items():
+        _compare(f"the clipped sum of '{k}'", total, torch.tensordot(scale, want[k], 1), tolerance)
+
+
+def _as_code(model: Any, x: Any, y: Any) -> str:
+    lines = [f"model = {model!r}"]
+    for name, tree in (("x", x), ("y", y)):
+        for t in trees.tensors(tree):
+            lines.append(f"# {name}: {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}")
+    return "\n".join(lines)
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConvConfig:
+    """A convolution and the size of its input."""
+
+    batch: int
+    channels: tuple[int, int]
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    bias: bool
+    padding_mode: str = "zeros"
+
+    def build(self) -> tuple[nn.Module, Tensor]:
+        """The layer, always with the same weights, and an input (B, C, *S)."""
+        layer = _seeded(
+            lambda: CONV[len(self.size) - 1](
+                *self.channels, self.kernel, self.stride, self.padding, self.dilation, self.groups, self.bias,  # type: ignore[arg-type]
+                self.padding_mode,
+            )
+        )  # fmt: skip
+        return layer, _seeded(lambda: torch.randn(self.batch, self.channels[0], *self.size))
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """A linear layer and the leading dimensions of its input, the batch first."""
+
+    batch: int
+    positions: tuple[int, ...]
+    features: tuple[int, int]
+    bias: bool
+
+    def build(self) -> tuple[nn.Module, Tensor]:
+        """The layer, always with the same weights, and an input (B, *T, I)."""
+        layer = _seeded(lambda: nn.Linear(*self.features, bias=self.bias))
+        return layer, _seeded(lambda: torch.randn(self.batch, *self.positions, self.features[0]))
+
+
+def _seeded(make: Callable[[], Any], seed: int = 0) -> Any:
+    """What `make` gives from this seed, with the global generator left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def conv_configs() -> SearchStrategy[ConvConfig]:
+    """Convolutions with 1 to 3 spatial dimensions and every argument; the output is never empty.
+
+    >>> @given(conv_configs())
+    ... def test(config):
+    ...     layer, x = config.build()
+    """
+    return _strategies().composite(_draw_conv)()
+
+
+def _draw_conv(draw: DrawFn) -> ConvConfig:
+    st = _strategies()
+    n = draw(st.sampled_from([1, 2, 3]))
+
+    def each(elements: Any) -> tuple[int, ...]:
+        return tuple(draw(elements) for _ in range(n))
+
+    kernel, dilation, stride = each(_up_to((4, 3, 2)[n - 1])), each(_up_to(3 if n < 3 else 2)), each(_up_to(3))
+    padding: Any = draw(st.sampled_from(["valid", "same", "number"]))
+    if padding == "same":
+        stride = (1,) * n
+    elif padding == "number":
+        padding = each(st.integers(0, 2))
+    mode = draw(st.sampled_from(["zeros", "zeros", "circular", "reflect", "replicate"]))
+    span = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    # room for the kernel, and for the padding that wraps or mirrors; sizes mostly do not divide by the stride
+    size = tuple(max(s + 1, 3 if mode != "zeros" else 1) + draw(st.integers(0, 4)) for s in span)
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    channels = groups * draw(_up_to(2)), groups * draw(_up_to(2))
+    return ConvConfig(
+        draw(_up_to(4)), channels, size, kernel, stride, padding, dilation, groups, draw(st.booleans()), mode
+    )
+
+
+def linear_configs() -> SearchStrategy[LinearConfig]:
+    """Linear layers with up to three leading dimensions besides the batch, with and without a bias."""
+    st = _strategies()
+    positions = st.lists(st.integers(1, 4), max_size=3).map(tuple)
+    return st.builds(LinearConfig, _up_to(5), positions, st.tuples(_up_to(5), _up_to(5)), st.booleans())
+
+
+def _up_to(largest: int) -> SearchStrategy[int]:
+    return _strategies().integers(1, largest)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of torch.nn as code."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def __repr__(self) -> str:
+        arguments = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs)]
+        return f"nn.{self.name}({', '.join(arguments)})"
+
+    def module(self) -> nn.Module:
+        """The layer itself."""
+        return getattr(nn, self.name)(*self.args, **dict(self.kwargs))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A small classifier of examples of one shape; its `repr` is code that makes it."""
+
+    layers: tuple[Layer, ...]
+    shape: tuple[int, ...]  # of one example
+    vocabulary: int | None = None  # examples are token ids below it, and not numbers
+
+    def __repr__(self) -> str:
+        return f"nn.Sequential({', '.join(map(repr, self.layers))})"
+
+    def module(self) -> nn.Module:
+        """The model, always with the same weights."""
+        return _seeded(lambda: nn.Sequential(*(layer.module() for layer in self.layers)))
+
+    def batch(self, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """x (size, *shape) and labels (size,)."""
+
+        def draw() -> tuple[Tensor, Tensor]:
+            if self.vocabulary is None:
+                x = torch.randn(size, *self.shape, dtype=torch.float64)
+            else:
+                x = torch.randint(self.vocabulary, (size, *self.shape))
+            return x, torch.randint(CLASSES, (size,))
+
+        return _seeded(draw, seed)
+
+
+def models(kinds: tuple[str, ...] = ("vector", "image", "tokens"), max_layers: int = 4) -> SearchStrategy[ModelConfig]:
+    """Small classifiers: linear and convolutional layers, embeddings, norms, activations and pooling in any order.
+
+    Args:
+        kinds: of the examples: `"vector"` (I,), `"image"` (C, H, W), `"tokens"` (T,) of ids.
+        max_layers: before the last linear layer.
+    """
+    return _strategies().composite(_draw_model)(kinds, max_layers)
+
+
+def _draw_model(draw: DrawFn, kinds: tuple[str, ...], max_layers: int) -> ModelConfig:
+    st = _strategies()
+    kind = draw(st.sampled_from(kinds))
+    layers: list[Layer] = []
+    vocabulary = None
+    if kind == "tokens":
+        vocabulary, width = draw(_up_to(5)), draw(_up_to(4))
+        shape: tuple[int, ...] = (draw(_up_to(4)),)
+        layers.append(Layer("Embedding", (vocabulary, width)))
+        inner = (*shape, width)
+    else:
+        shape = inner = (draw(_up_to(5)),) if kind == "vector" else (draw(_up_to(2)), *(draw(st.integers(2, 5)) for _ in "hw"))
+    for _ in range(draw(st.integers(0, max_layers))):
+        layer = draw(st.sampled_from(_CHOICES[kind]))(draw, inner)
+        layers.append(layer)
+        inner = _after(layer, inner)
+    if len(inner) > 1:
+        layers.append(Layer("Flatten"))
+    layers.append(Layer("Linear", (torch.Size(inner).numel(), CLASSES)))
+    return ModelConfig(tuple(layers), shape, vocabulary)
+
+
+def _after(layer: Layer, shape: tuple[int, ...]) -> tuple[int, ...]:
+    with torch.device("meta"):
+        return tuple(layer.module()(torch.empty(1, *shape)).shape[1:])
+
+
+def _activation(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
+    return Layer(draw(_strategies().sampled_from(["Tanh", "Softplus", "GELU"])))
+
+
+def _linear(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
+    bias = draw(_strategies().booleans())
+    return Layer("Linear", (shape[-1], draw(_up_to(4))), () if bias else (("bias", False),))
+
+
+def _layer_norm(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
+    return Layer("LayerNorm", (shape[-1],))
+
+
+def _conv(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
+    st = _strategies()
+    kernel, stride, padding = draw(_up_to(min(shape[1:]))), draw(_up_to(2)), draw(st.integers(0, 1))
+    groups = draw(st.sampled_from([g for g in (1, shape[0]) if shape[0] % g == 0]))
+    given = {"stride": stride, "padding": padding, "groups": groups}
+    usual = {"stride": 1, "padding": 0, "groups": 1}
+    kwargs = tuple((k, v) for k, v in given.items() if v != usual[k])
+    return Layer("Conv2d", (shape[0], groups * draw(_up_to(2)), kernel), kwargs)
+
+
+def _group_norm(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
+    return Layer("GroupNorm", (draw(_strategies().sampled_from([g for g in (1, shape[0]) if shape[0] % g == 0])), shape[0]))
+
+
+def _pool(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
+    return Layer("AvgPool2d", (min(2, *shape[1:]),))
+
+
+_CHOICES = {
+    "vector": (_linear, _activation, _layer_norm),
+    "tokens": (_linear, _activation, _layer_norm),
+    "image": (_conv, _activation, _group_norm, _pool),
+}
+
+
+def batches(model: ModelConfig, max_size: int = 4) -> SearchStrategy[tuple[Tensor, Tensor]]:
+    """Batches (x, y) for one of `models()`: x (B, *shape) in float64 or token ids, y (B,) labels.
+
+    >>> x, y = data.draw(batches(model))
+    """
+    st = _strategies()
+    return st.builds(model.batch, _up_to(max_size), st.integers(0, 99))
+
+
+def parameters(model: nn.Module | ModelConfig, max_scale: float = 2.0) -> SearchStrategy[dict[str, Tensor]]:
+    """Values for a model's parameters, by name: normal numbers of a drawn scale, in the parameters' own dtypes.
+
+    >>> grads = per_example_grad(module)(data.draw(parameters(module)), x, y)
+    """
+    st = _strategies()
+    module = model.module().double() if isinstance(model, ModelConfig) else model
+    shapes = {k: p.detach() for k, p in module.named_parameters()}
+
+    def draw(seed: int, scale: float) -> dict[str, Tensor]:
+        return _seeded(lambda: {k: torch.randn_like(p) * scale for k, p in shapes.items()}, seed)
+
+    return st.builds(draw, st.integers(0, 99), st.sampled_from([max_scale / 2, max_scale / 20, max_scale]))
+
+
+__all__ = [
+    "ConvConfig", "LinearConfig", "ModelConfig", "batches", "check_per_example_grad", "check_rule", "conv_configs",
+    "linear_configs", "models", "parameters",
+]  # fmt: skip
