@@ -60,7 +60,9 @@ class Options:
 class Call:
     """The arguments of one call, checked."""
 
-    params: dict[str, Tensor]  # every parameter of the model: the given ones in their order, then the model's own
+    params: dict[
+        str, Tensor
+    ]  # every parameter of the model: the given ones in their order, then the model's own
     trainable: list[str]  # the entries to differentiate, in the order given
     x: Any
     y: Any
@@ -79,7 +81,10 @@ class Call:
         """The same call on some of the examples."""
         stop = min(stop, self.batch)
         return replace(
-            self, x=trees.examples(self.x, start, stop), y=trees.examples(self.y, start, stop), batch=stop - start
+            self,
+            x=trees.examples(self.x, start, stop),
+            y=trees.examples(self.y, start, stop),
+            batch=stop - start,
         )
 
     def chosen(self, mask: Tensor) -> Call:
@@ -98,7 +103,9 @@ def check_call(model: Bound, params: Params, x: Any, y: Any) -> Call:
     if not isinstance(params, Mapping):
         raise InputError(f"params must be a dict of tensors by name, not {type(params).__name__}")
     if not params:
-        raise InputError("params is empty: there is nothing to differentiate; pass dict(model.named_parameters())")
+        raise InputError(
+            "params is empty: there is nothing to differentiate; pass dict(model.named_parameters())"
+        )
     module = snapshot(model.model)
     own = module.parameters
     for name, p in params.items():
@@ -120,7 +127,12 @@ def check_out(out: Mapping[str, Tensor], call: Call, create_graph: bool) -> dict
         p = call.params[k]
         if k not in out:
             raise InputError(f"out has no buffer for '{k}'; pass the rows of an earlier call")
-        if out[k].shape[1:] != p.shape or out[k].shape[0] < call.batch or out[k].dtype != p.dtype or out[k].requires_grad:
+        if (
+            out[k].shape[1:] != p.shape
+            or out[k].shape[0] < call.batch
+            or out[k].dtype != p.dtype
+            or out[k].requires_grad
+        ):
             raise InputError(
                 f"out[{k!r}] is {tuple(out[k].shape)} {out[k].dtype}; expected ({call.batch} or more, "
                 f"{', '.join(map(str, p.shape))}) {p.dtype} without requires_grad"
@@ -137,12 +149,16 @@ def _check_parameter(model: Bound, name: str, p: Any, own: dict[str, Tensor]) ->
     if name not in own:
         raise InputError(f"the model has no parameter '{name}'{_alias(model, name)}; it has {_some(own)}")
     if p.shape != own[name].shape:
-        raise InputError(f"params[{name!r}] has shape {tuple(p.shape)}, the model's parameter {tuple(own[name].shape)}")
+        raise InputError(
+            f"params[{name!r}] has shape {tuple(p.shape)}, the model's parameter {tuple(own[name].shape)}"
+        )
 
 
 def _check_trainable(name: str, p: Tensor) -> None:
     if not (p.is_floating_point() or p.is_complex()):
-        raise InputError(f"parameter '{name}' has dtype {p.dtype}; only floating-point and complex ones have gradients")
+        raise InputError(
+            f"parameter '{name}' has dtype {p.dtype}; only floating-point and complex ones have gradients"
+        )
     if p._backward_hooks:
         raise InputError(
             f"parameter '{name}' has a tensor hook, which a pure function cannot run; pass params[{name!r}].detach()"

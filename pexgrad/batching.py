@@ -38,7 +38,9 @@ def stack_params(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     every = [dict(m.named_parameters()) for m in models]
     for i, own in enumerate(every):
         if {k: p.shape for k, p in own.items()} != {k: p.shape for k, p in first.items()}:
-            raise InputError(f"model {i} has other parameters than model 0; an ensemble needs models of one architecture")
+            raise InputError(
+                f"model {i} has other parameters than model 0; an ensemble needs models of one architecture"
+            )
         _check_buffers(models[0], models[i], i)
     return {k: torch.stack([own[k].detach() for own in every]) for k in first}
 
@@ -86,7 +88,11 @@ def ensemble(fn: Function, *, stacked_data: bool = False) -> Function:
 
 
 def _members(params: Mapping[str, Any]) -> int:
-    tensors = [t for t in nested.flatten(params).values() if isinstance(t, Tensor)] if isinstance(params, Mapping) else []
+    tensors = (
+        [t for t in nested.flatten(params).values() if isinstance(t, Tensor)]
+        if isinstance(params, Mapping)
+        else []
+    )
     sizes = {t.shape[0] if t.dim() else None for t in tensors}
     if len(sizes) != 1 or None in sizes:
         raise InputError(f"{ENTRIES}; found {sorted(map(str, sizes))} members, where one number is needed")
@@ -112,7 +118,9 @@ def _into_one(fn: Function, members: int, arguments: Callable[[int], tuple[Any, 
     whole = {k: r.new_empty(members, *r.shape) for k, r in rows.items()}
     for k, r in rows.items():
         whole[k][0] = r
-    results = [first] + [fn(*arguments(i), out={k: w[i] for k, w in whole.items()}) for i in range(1, members)]
+    results = [first] + [
+        fn(*arguments(i), out={k: w[i] for k, w in whole.items()}) for i in range(1, members)
+    ]
     return (torch.stack([losses for losses, _ in results]), whole) if with_losses else whole
 
 
@@ -139,7 +147,9 @@ def chunked(fn: Function, size: int) -> Function:
     def in_chunks(params: Any, x: Any, y: Any = None) -> Any:
         batch = trees.batch_size(trees.flatten(trees.as_call(x))[0], trees.flatten(y)[0])
         starts = range(0, batch, size) or range(1)  # an empty batch is one empty chunk
-        return _join([fn(params, trees.examples(x, b, b + size), trees.examples(y, b, b + size)) for b in starts])
+        return _join(
+            [fn(params, trees.examples(x, b, b + size), trees.examples(y, b, b + size)) for b in starts]
+        )
 
     return in_chunks
 
@@ -185,8 +195,10 @@ def _pair(item: Any) -> tuple[Any, Any]:
     if not isinstance(item, list | tuple):
         return item, None
     if len(item) > 2:
-        raise InputError(f"a batch of {len(item)} parts is neither (x, y) nor (x,); say with unpack= which part is what")
-    return (item[0], item[1]) if len(item) == 2 else (item[0], None)
+        raise InputError(
+            f"a batch of {len(item)} parts is neither (x, y) nor (x,); say with unpack= which part is what"
+        )
+    return (item[0], item[1]) if len(item) == 2 else (item[0], None)  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def _join(results: list[Any]) -> Any:
@@ -194,5 +206,7 @@ def _join(results: list[Any]) -> Any:
         return results[0]
     if isinstance(results[0], Clipped):
         norms, losses = (torch.cat([getattr(r, k) for r in results]) for k in ("norms", "losses"))
-        return Clipped(pytree.tree_map(lambda *g: sum(g[1:], g[0]), *(r.grads for r in results)), norms, losses)
+        return Clipped(
+            pytree.tree_map(lambda *g: sum(g[1:], g[0]), *(r.grads for r in results)), norms, losses
+        )
     return pytree.tree_map(lambda *parts: torch.cat(parts), *results)

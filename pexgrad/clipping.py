@@ -40,9 +40,13 @@ class Clipping:
                 _check_bound(bound, f"max_norm[{pattern!r}]")
         elif callable(self.how):
             if self.max_norm is not None:
-                raise InputError("with a function for clip, which gives the weights itself, leave max_norm out")
+                raise InputError(
+                    "with a function for clip, which gives the weights itself, leave max_norm out"
+                )
         elif self.how not in CLIPS:
-            raise InputError(f"clip={self.how!r} is neither a function nor one of {', '.join(map(repr, CLIPS))}")
+            raise InputError(
+                f"clip={self.how!r} is neither a function nor one of {', '.join(map(repr, CLIPS))}"
+            )
         else:
             _check_bound(self.max_norm, "max_norm")
 
@@ -70,7 +74,9 @@ class Clipping:
             weights = self.how(norms)
             if not isinstance(weights, Tensor) or weights.shape != norms.shape:
                 got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-                raise InputError(f"clip returned {got} for norms of shape {tuple(norms.shape)}; return one weight per example")
+                raise InputError(
+                    f"clip returned {got} for norms of shape {tuple(norms.shape)}; return one weight per example"
+                )
             return weights
         assert isinstance(self.max_norm, float | int)
         if self.how == "automatic":
@@ -81,7 +87,9 @@ class Clipping:
         assert isinstance(self.max_norm, Mapping)
         found: dict[str, list[str]] = {pattern: [] for pattern in self.max_norm}
         for name in names:
-            matching = [p for p in self.max_norm if p == name or name.startswith(p + ".") or fnmatchcase(name, p)]
+            matching = [
+                p for p in self.max_norm if p == name or name.startswith(p + ".") or fnmatchcase(name, p)
+            ]
             if len(matching) != 1:
                 raise InputError(
                     f"parameter '{name}' is in {len(matching)} groups of max_norm ({', '.join(matching) or 'none'}); "
@@ -91,7 +99,9 @@ class Clipping:
         return [(members, self.max_norm[p]) for p, members in found.items() if members]
 
     @staticmethod
-    def _grouped(jacobian: Jacobian, groups: list[tuple[list[str], float]]) -> tuple[dict[str, Tensor], Tensor]:
+    def _grouped(
+        jacobian: Jacobian, groups: list[tuple[list[str], float]]
+    ) -> tuple[dict[str, Tensor], Tensor]:
         own = jacobian.norms(per_param=True)
         assert isinstance(own, dict)
         weights, squares = {}, []

@@ -42,7 +42,11 @@ def call(transform: Composable, params: Any, x: Any, y: Any, options: dict[str, 
     tensors: list[Tensor] = []
     template = _template((params, x, y, options), tensors)
     device = tensors[0].device.type
-    cast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else ""
+    cast = (
+        str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        if torch.is_autocast_enabled(device)
+        else ""
+    )
     flat = torch.ops.pexgrad.call(tensors, transform._handle, template, cast)
     return transform._assembled(_paths(transform._handle, template), flat)
 
@@ -60,11 +64,15 @@ def _template(tree: Any, tensors: list[Tensor]) -> str:
         return "[" + "".join([_template(v, tensors) + ", " for v in tree]) + "]"
     if tree is None or isinstance(tree, bool | int | float | str):
         return repr(tree)
-    raise InputError("inside torch.compile, inputs must be tensors and plain values in tuples, lists and dicts")
+    raise InputError(
+        "inside torch.compile, inputs must be tensors and plain values in tuples, lists and dicts"
+    )
 
 
 def _filled(template: str, tensors: list[Tensor]) -> Any:
-    return pytree.tree_map(lambda v: tensors[int(v)] if isinstance(v, bytes) else v, ast.literal_eval(template))
+    return pytree.tree_map(
+        lambda v: tensors[int(v)] if isinstance(v, bytes) else v, ast.literal_eval(template)
+    )
 
 
 def _transform(name: str) -> Composable:
@@ -88,10 +96,13 @@ def _call(tensors: list[Tensor], name: str, template: str, cast: str) -> list[Te
     device = tensors[0].device.type
     autocast = torch.autocast(device, getattr(torch, cast or "bfloat16"), enabled=bool(cast))
     with _with_autograd(), autocast:
-        result = pytree.tree_leaves(transform(params, x, y, **options))
+        result = pytree.tree_leaves(transform(params, x, y, **options))  # pyright: ignore[reportCallIssue]
     like = _fake_call(tensors, name, template, cast, device="meta")
     # an operation's results may not share memory, and are laid out as the compiler was told
-    return [t.detach().to(m.dtype).clone(memory_format=torch.contiguous_format) for t, m in zip(result, like, strict=True)]
+    return [
+        t.detach().to(m.dtype).clone(memory_format=torch.contiguous_format)
+        for t, m in zip(result, like, strict=True)
+    ]
 
 
 def _with_autograd() -> Any:
@@ -114,7 +125,9 @@ def _usual_keys() -> list[Any]:
 
 
 @_call.register_fake
-def _fake_call(tensors: list[Tensor], name: str, template: str, cast: str, device: Any = None) -> list[Tensor]:
+def _fake_call(
+    tensors: list[Tensor], name: str, template: str, cast: str, device: Any = None
+) -> list[Tensor]:
     params, x, y, _ = _filled(template, tensors)
     flat = nested.flatten(params)
     entries = [flat[".".join(path)] for path in _paths(name, template)]

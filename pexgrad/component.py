@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-
 import torch
 from torch import Tensor
 
@@ -61,7 +60,9 @@ class Component:
         for term in self.terms:
             for k, r in self._term_rows(term):
                 found[k] = found[k] + r if k in found else r
-        full = {k: found[k] if k in found else p.new_zeros(self.batch, *p.shape) for k, p in self.leaves.items()}
+        full = {
+            k: found[k] if k in found else p.new_zeros(self.batch, *p.shape) for k, p in self.leaves.items()
+        }
         return full if out is None else {k: out[k].copy_(r) for k, r in full.items()}
 
     def _is_whole(self, term: Term) -> bool:
@@ -180,6 +181,6 @@ def components(leaves: dict[str, Tensor], terms: list[Term], create_graph: bool)
         names = set(term.params).union(*(g[0] for g in touching))
         merged = [t for g in touching for t in g[1]] + [term]
         groups = [g for g in groups if g not in touching] + [(names, merged)]
-    return [Component({k: p for k, p in leaves.items() if k in names}, own, create_graph) for names, own in groups]
-
-
+    return [
+        Component({k: p for k, p in leaves.items() if k in names}, own, create_graph) for names, own in groups
+    ]

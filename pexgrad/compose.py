@@ -56,7 +56,7 @@ def _call_compiled(
 ) -> Any:
     # what cannot be one operation of a compiled graph runs as it does elsewhere, between two graphs
     if transform._options.create_graph or "out" in options or not transform._is_of_tensors:
-        return _uncompiled(call, transform, params, x, y, options)
+        return _uncompiled(call, transform, params, x, y, options)  # pyright: ignore[reportCallIssue]
     return compiled.call(transform, params, x, y, options)
 
 
@@ -72,7 +72,12 @@ def _as_dict(params: Any) -> Any:
 
 
 def _call_nested(
-    transform: Composable, call: Callable[..., Any], params: Mapping[str, Any], x: Any, y: Any, options: dict[str, Any]
+    transform: Composable,
+    call: Callable[..., Any],
+    params: Mapping[str, Any],
+    x: Any,
+    y: Any,
+    options: dict[str, Any],
 ) -> Any:
     paths = nested.structure(params)
     options = {k: nested.flatten(v) if nested.is_nested(v) else v for k, v in options.items()}
@@ -169,7 +174,9 @@ class Composable:
         with modes.outside_transforms(), modes.recording():
             call = check_call(transform._model, *map(modes.recordable, (_as_dict(flat), x, y)))
             lowered = transform._graph(call)
-            whole = (lambda result: result) if paths is None else (lambda result: _nested_result(result, paths))
+            whole = (
+                (lambda result: result) if paths is None else (lambda result: _nested_result(result, paths))
+            )
             graph = with_arguments(lowered, call, (params, x, y), transform._model.buffers(), whole)
         graph.meta["batch"] = lowered.batch if isinstance(lowered.batch, int) else "any"
         return graph
@@ -177,9 +184,13 @@ class Composable:
     def _graph(self, call: Call) -> Lowered:
         """The flat graph that serves a call, from the cache if it is there."""
         if not self._is_of_tensors:
-            raise InputError(f"{type(self).__name__} returns an operator, which has no flat graph; use a transform of tensors")
+            raise InputError(
+                f"{type(self).__name__} returns an operator, which has no flat graph; use a transform of tensors"
+            )
         if self._options.strategy != "crb":
-            raise TraceError(f'strategy={self._options.strategy!r} has no flat graph: it runs the model itself; use "crb"')
+            raise TraceError(
+                f'strategy={self._options.strategy!r} has no flat graph: it runs the model itself; use "crb"'
+            )
         with self._lock:
             known = self._lowered.setdefault(self._signature(call), [])
             for lowered in known:
@@ -199,7 +210,9 @@ class Composable:
             raise InputError(f"differentiating {name} with torch.func needs {name} with create_graph=True")
         call = check_call(self._model, params, x, y)
         with modes.outside_transforms(), modes.recording():
-            lowered = self._graph(check_call(self._model, *(trees.map_tensors(modes.one_of, t) for t in (dict(params), x, y))))
+            lowered = self._graph(
+                check_call(self._model, *(trees.map_tensors(modes.one_of, t) for t in (dict(params), x, y)))
+            )
         values = flat_values(call.params, list(self._model.buffers().values()), x, y)
         with without_autocast(values[0].device.type):
             return lowered.run(values)

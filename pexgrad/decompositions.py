@@ -47,7 +47,13 @@ def relu_step(xs: Tensor, state: tuple[Tensor, ...], w_hh: Tensor, b_hh: Any) ->
 
 
 def _direction(
-    step: Step, x: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor], has_biases: bool, *, reverse: bool
+    step: Step,
+    x: Tensor,
+    state: tuple[Tensor, ...],
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    *,
+    reverse: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One layer in one direction: its outputs (t, b, h) and its last state."""
     w_ih, w_hh, *rest = weights
@@ -76,7 +82,9 @@ def _recurrent(
         for reverse in (False, True) if bidirectional else (False,):
             k = len(last)
             start = tuple(s[k] for s in states)
-            out, state = _direction(step, x, start, params[k * size : (k + 1) * size], has_biases, reverse=reverse)
+            out, state = _direction(
+                step, x, start, params[k * size : (k + 1) * size], has_biases, reverse=reverse
+            )
             outputs.append(out)
             last.append(state)
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
@@ -97,9 +105,26 @@ def _one_state(step: Step) -> Callable[..., tuple[Tensor, ...]]:
 def _cell(step: Step) -> Callable[..., Any]:
     def cell(x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
         state = step(linear(x, w_ih, b_ih), (hx,) if isinstance(hx, Tensor) else tuple(hx), w_hh, b_hh)
-        return state if len(state) > 1 else state[0]
+        return state if len(state) > 1 else state[0]  # pyright: ignore[reportGeneralTypeIssues]
 
     return cell
+
+
+def take_along_dim(x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    """`gather` on operands broadcast to one another, all but `dim`; torch's own fixes every size."""
+    if dim is None:
+        return x.flatten().gather(0, indices.flatten())
+    dim %= x.dim()
+
+    def larger(n: Any, m: Any) -> Any:  # without a guard on the batch size
+        return m if isinstance(n, int) and n == 1 else n
+
+    shared = [larger(n, m) for n, m in zip(x.shape, indices.shape, strict=True)]
+
+    def expanded(t: Tensor) -> Tensor:
+        return t.expand([t.shape[dim] if i == dim else n for i, n in enumerate(shared)])
+
+    return expanded(x).gather(dim, expanded(indices))
 
 
 DECOMPOSITIONS = {
@@ -111,4 +136,5 @@ DECOMPOSITIONS = {
     aten.gru_cell.default: _cell(gru_step),
     aten.rnn_tanh_cell.default: _cell(tanh_step),
     aten.rnn_relu_cell.default: _cell(relu_step),
+    aten.take_along_dim.default: take_along_dim,
 }

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from .factors import Factor, Replay
 from .layout import Layout
@@ -74,7 +75,7 @@ class RuleCall:
 
 def _holds_nodes(argument: Any) -> bool:
     found: list[fx.Node] = []
-    fx.node.map_arg(argument, lambda n: found.append(n) or n)
+    map_arg(argument, lambda n: found.append(n) or n)
     return bool(found)
 
 
@@ -90,7 +91,12 @@ def cotangents(forward: Forward, losses: Tensor, create_graph: bool) -> list[Ten
 
 
 def factors(
-    bound: BoundSite, forward: Forward, grads: Sequence[Tensor | None], batch: int, conv_rule: str, create_graph: bool
+    bound: BoundSite,
+    forward: Forward,
+    grads: Sequence[Tensor | None],
+    batch: int,
+    conv_rule: str,
+    create_graph: bool,
 ) -> Iterator[tuple[Operand, Tensor, Factor]]:
     """Each operand of a site that the losses depend on: the operand, its value, its factor."""
     own = [grads[i] for i in bound.slots.edges]
@@ -110,9 +116,20 @@ def factors(
 
 
 def _by_rule(
-    bound: BoundSite, call: RuleCall, forward: Forward, cotangent: Tensor, operand: Tensor, batch: int, conv_rule: str
+    bound: BoundSite,
+    call: RuleCall,
+    forward: Forward,
+    cotangent: Tensor,
+    operand: Tensor,
+    batch: int,
+    conv_rule: str,
 ) -> Factor:
-    given = {"shape": operand.shape, "dtype": operand.dtype, "batch_dim": bound.layouts[0].dim, "conv_rule": conv_rule}
+    given = {
+        "shape": operand.shape,
+        "dtype": operand.dtype,
+        "batch_dim": bound.layouts[0].dim,
+        "conv_rule": conv_rule,
+    }
 
     def kept(slot: int, at: Layout | None) -> Any:
         value = forward.residuals[slot]
@@ -125,7 +142,7 @@ def _by_rule(
             return kept(*source)
         if isinstance(source, Tree):
             slots, layouts = bound.slots.residuals, bound.residual_layouts
-            return fx.node.map_arg(source.argument, lambda n: kept(slots[n], layouts.get(n)))
+            return map_arg(source.argument, lambda n: kept(slots[n], layouts.get(n)))
         return source
 
     return call.function(
@@ -151,11 +168,13 @@ def _replay(
         kept = forward.residuals[bound.slots.residuals[node]]
         return kept.detach() if isinstance(kept, Tensor) and not create_graph else kept
 
-    args, kwargs = fx.node.map_arg((bound.site.node.args, bound.site.node.kwargs), argument)
+    args, kwargs = map_arg((bound.site.node.args, bound.site.node.kwargs), argument)
     with torch.enable_grad():
         result = bound.site.node.target(*args, **kwargs)  # type: ignore[operator]
     outputs = _outputs(result, bound.site)
-    present = [(out, g, at) for out, g, at in zip(outputs, grads, bound.layouts, strict=True) if g is not None]
+    present = [
+        (out, g, at) for out, g, at in zip(outputs, grads, bound.layouts, strict=True) if g is not None
+    ]
 
     def vjp(masked: list[Tensor]) -> Tensor:
         (row,) = torch.autograd.grad(

@@ -47,7 +47,12 @@ Uses = Sequence[tuple[BoundSite, Operand, Factor]]
 
 
 def explain(
-    pipeline: Pipeline | None, uses: Uses, strategy: str, params: dict[str, Tensor], trainable: Sequence[str], batch: int
+    pipeline: Pipeline | None,
+    uses: Uses,
+    strategy: str,
+    params: dict[str, Tensor],
+    trainable: Sequence[str],
+    batch: int,
 ) -> Explanation:
     """Describe every use of every parameter, then the parameters that are frozen or unused."""
     size = {k: batch * params[k].numel() * params[k].element_size() for k in params}
@@ -55,9 +60,13 @@ def explain(
         how = "loop" if strategy == "naive" else "aliases"
         lines = [Line(k, "(any)", "", strategy, how, "from rows", size[k], "", "") for k in trainable]
     else:
-        lines = [_line(pipeline, site, o, f, k, size[k], _tied(uses, k)) for site, o, f in uses for k in o.params]
+        lines = [
+            _line(pipeline, site, o, f, k, size[k], _tied(uses, k)) for site, o, f in uses for k in o.params
+        ]
         used = {line.parameter for line in lines}
-        lines += [Line(k, "(none)", "", "zeros", "", "", size[k], "unused", "") for k in trainable if k not in used]
+        lines += [
+            Line(k, "(none)", "", "zeros", "", "", size[k], "unused", "") for k in trainable if k not in used
+        ]
     lines += [Line(k, "(none)", "", "", "", "", 0, "frozen", "") for k in params if k not in trainable]
     order = {k: i for i, k in enumerate(params)}
     return Explanation(tuple(sorted(lines, key=lambda line: order[line.parameter])))
@@ -68,14 +77,21 @@ def _tied(uses: Uses, parameter: str) -> bool:
 
 
 def _line(
-    pipeline: Pipeline, bound: BoundSite, operand: Operand, factor: Factor, parameter: str, size: int, tied: bool
+    pipeline: Pipeline,
+    bound: BoundSite,
+    operand: Operand,
+    factor: Factor,
+    parameter: str,
+    size: int,
+    tied: bool,
 ) -> Line:
     node = bound.site.node
     rule = next(use.rule for use in bound.uses if use.operand is operand)
     window = pipeline.windows[operand.node]
     flags = {
         "fallback": rule is None,
-        "derived": window is None,  # computed from the parameter: its rows are pulled back one example at a time
+        "derived": window
+        is None,  # computed from the parameter: its rows are pulled back one example at a time
         "view": window is not None and not window.whole,
         "tied": tied,
     }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 
 from .errors import ANY_MODEL, TraceError
 from .trace import Trace
@@ -96,7 +97,7 @@ def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _bind(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    schema = node.target._schema.arguments
+    schema = node.target._schema.arguments  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
     yield from zip(node.args, schema, strict=False)
     by_name = {s.name: s for s in schema}
     yield from ((v, by_name[k]) for k, v in node.kwargs.items() if k in by_name)
@@ -104,7 +105,7 @@ def _bind(node: fx.Node) -> Iterator[tuple[Any, Any]]:
 
 def _nodes(argument: Any) -> Iterator[fx.Node]:
     found: list[fx.Node] = []
-    fx.node.map_arg(argument, lambda n: found.append(n) or n)
+    map_arg(argument, lambda n: found.append(n) or n)
     yield from found
 
 
@@ -128,7 +129,7 @@ def analyse(trace: Trace, trainable: set[str]) -> Flow:
             enabled = node.args[0]
             depth.append(node)
         flow.grad_enabled[node] = enabled
-        reads = {n: flow.states[n] | written.get(storage(n), State()) for n in node.all_input_nodes}
+        reads = {n: flow.states[n] | written.get(storage(n), State()) for n in node.all_input_nodes}  # pyright: ignore[reportArgumentType, reportCallIssue]
         flow.operands[node] = reads
         state = start.get(node, State())
         for read in reads.values():
@@ -153,7 +154,9 @@ def analyse(trace: Trace, trainable: set[str]) -> Flow:
 def where(node: fx.Node) -> str:
     """A node for a message: operation, module path, and the user's line."""
     path, source = node.meta.get("path", ""), node.meta.get("source", "")
-    return f"{operation(node)}" + (f" in module '{path}'" if path else "") + (f" at {source}" if source else "")
+    return (
+        f"{operation(node)}" + (f" in module '{path}'" if path else "") + (f" at {source}" if source else "")
+    )
 
 
 def operation(node: fx.Node) -> str:

@@ -57,7 +57,7 @@ class Jacobian:
         return self.losses.shape[0]
 
     @property
-    def T(self) -> Transposed:  # noqa: N802 - the name that tensors have
+    def T(self) -> Transposed:
         """The transpose: `J.T @ w` is `J.vjp(w)`."""
         return Transposed(self)
 
@@ -101,7 +101,9 @@ class Jacobian:
         for k in self.leaves:
             if k not in by_name or by_name[k].shape != (self.batch,):
                 got = tuple(by_name[k].shape) if k in by_name else "none"
-                raise InputError(f"the weights for '{k}' have shape {got}; expected ({self.batch},), one for each example")
+                raise InputError(
+                    f"the weights for '{k}' have shape {got}; expected ({self.batch},), one for each example"
+                )
         with self._mode():
             found: dict[str, Tensor] = {}
             for c in self._components:
@@ -122,7 +124,9 @@ class Jacobian:
         """(B, B'): <J[b], J'[c]>, with another call's rows for the same parameters, or with its own."""
         other = self if other is None else other
         if {k: p.shape for k, p in self.leaves.items()} != {k: p.shape for k, p in other.leaves.items()}:
-            raise InputError("the two Jacobians are for different parameters, so their rows have no inner products")
+            raise InputError(
+                "the two Jacobians are for different parameters, so their rows have no inner products"
+            )
         theirs = {k: c for c in other._components for k in c.leaves}
         with self._mode():
             parts, done = [], set()
@@ -131,7 +135,11 @@ class Jacobian:
                     if k in theirs and k not in done:
                         done |= set(c.leaves)
                         parts.append(c.gram(theirs[k]))
-            return torch.stack(_one_dtype(parts)).sum(0) if parts else self.losses.new_zeros(self.batch, other.batch)
+            return (
+                torch.stack(_one_dtype(parts)).sum(0)
+                if parts
+                else self.losses.new_zeros(self.batch, other.batch)
+            )
 
     def moments(self) -> Moments:
         """The mean of the rows and of their squares, elementwise, by parameter."""

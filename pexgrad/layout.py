@@ -67,5 +67,7 @@ def candidates(fake: Any, symbol: Any) -> Iterator[Layout]:
     k = fold_factor_of(fake, symbol)
     if k is None:
         return
-    for lead in sorted(d for d in range(1, k + 1) if k % d == 0):  # lead = 1, the outer fold, is the common one
+    for lead in sorted(
+        d for d in range(1, k + 1) if k % d == 0
+    ):  # lead = 1, the outer fold, is the common one
         yield Layout(dims[0], lead, k // lead)

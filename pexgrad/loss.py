@@ -56,7 +56,9 @@ def _unwrap(loss: Loss) -> tuple[Any, dict[str, Any]]:
     for function, module_type in (_ELEMENTWISE | _CLASSES).items():
         if type(loss) is module_type:
             names = inspect.signature(function).parameters
-            settings = {k: getattr(loss, k) for k in names if hasattr(loss, k) and k not in ("input", "target")}
+            settings = {
+                k: getattr(loss, k) for k in names if hasattr(loss, k) and k not in ("input", "target")
+            }
             return function, settings
     return loss, {}
 
@@ -91,7 +93,9 @@ def _classes(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Te
     each = function(output, y, reduction="none", **rest).reshape(output.shape[0], -1)  # (b, positions)
     if how != "mean":
         return each.sum(1)
-    if each.shape[1] == 1 and y.dim() == 1 and rest.get("weight") is None:  # the mean of one is itself, of none is nan
+    if (
+        each.shape[1] == 1 and y.dim() == 1 and rest.get("weight") is None
+    ):  # the mean of one is itself, of none is nan
         return each[:, 0].masked_fill(y == rest.get("ignore_index", -100), float("nan"))
     if y.is_floating_point():  # class probabilities: a plain mean over positions
         return each.mean(1)
@@ -138,7 +142,9 @@ class ExampleLosses:
 
     def of_slices(self, slices: Slices, y: Any, batch: int) -> Tensor:
         """(b,): the definition, one example after the other."""
-        return torch.stack([self._scalar(self.loss(slices(b), trees.examples(y, b, b + 1))) for b in range(batch)])
+        return torch.stack(
+            [self._scalar(self.loss(slices(b), trees.examples(y, b, b + 1))) for b in range(batch)]
+        )
 
     def _check_shape(self, value: Tensor, batch: int) -> None:
         if value.dim() == 0 or value.shape[0] != batch:
@@ -159,7 +165,9 @@ class ExampleLosses:
         if not isinstance(value, Tensor):
             raise LossError(f"{_name(self.loss)} returned {type(value).__name__}, not a tensor")
         if not value.is_floating_point():
-            raise LossError(f"{_name(self.loss)} returned {value.dtype}; a loss must be real and floating-point")
+            raise LossError(
+                f"{_name(self.loss)} returned {value.dtype}; a loss must be real and floating-point"
+            )
 
 
 def _name(loss: Any) -> str:

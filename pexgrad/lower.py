@@ -64,7 +64,9 @@ class Lowered:
         return pytree.tree_unflatten(self.module(*values), self.spec)
 
 
-def lower(pipeline: Pipeline, call: Call, buffers: Sequence[Tensor], options: Options, answer: Answer) -> Lowered:
+def lower(
+    pipeline: Pipeline, call: Call, buffers: Sequence[Tensor], options: Options, answer: Answer
+) -> Lowered:
     """The graph of a call, for every batch size if that is possible and for this one if not."""
     if options.create_graph:
         _refuse_stop_gradients(pipeline)
@@ -80,14 +82,21 @@ def lower(pipeline: Pipeline, call: Call, buffers: Sequence[Tensor], options: Op
 
 
 def _verify(
-    lowered: Lowered, pipeline: Pipeline, call: Call, buffers: Sequence[Tensor], options: Options, answer: Answer
+    lowered: Lowered,
+    pipeline: Pipeline,
+    call: Call,
+    buffers: Sequence[Tensor],
+    options: Options,
+    answer: Answer,
 ) -> None:
     """Raise where the graph and the call itself give different results."""
     params = {k: p.detach().requires_grad_(k in call.trainable) for k, p in call.params.items()}
     with StandStill():
         want = answer(pipeline.jacobian(params, buffers, call.trainable, call.x, call.y, call.batch, options))
         got = lowered.run(flat_values(call.params, buffers, call.x, call.y))
-    worst = largest_error(*({str(i): t.detach() for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want)))
+    worst = largest_error(
+        *({str(i): t.detach() for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want))
+    )
     if worst is not None:
         raise VerificationError(
             f"the flat graph of this call differs from the call itself by a relative error of {worst[1]:.1e}; "
@@ -101,7 +110,13 @@ def flat_values(params: dict[str, Tensor], buffers: Sequence[Tensor], x: Any, y:
 
 
 def _record(
-    pipeline: Pipeline, call: Call, buffers: Sequence[Tensor], options: Options, answer: Answer, *, symbolic: bool
+    pipeline: Pipeline,
+    call: Call,
+    buffers: Sequence[Tensor],
+    options: Options,
+    answer: Answer,
+    *,
+    symbolic: bool,
 ) -> Lowered:
     env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
     mode = _Fakes(shape_env=env, allow_non_fake_inputs=True)
@@ -112,7 +127,7 @@ def _record(
         *(_fake_batch(mode, t, HINT) if symbolic else _fake(mode, t) for t in examples),
     ]
     batch = fakes[-len(examples)].shape[0]
-    symbol = batch.node.expr if symbolic else None  # read before anything may fix it
+    symbol = batch.node.expr if symbolic else None  # read before anything may fix it  # pyright: ignore[reportAttributeAccessIssue]
     found: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
@@ -145,7 +160,9 @@ class _Fakes(FakeTensorMode):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        self.cache_enabled = False  # a cache of shapes takes longer than it saves in a graph that is recorded once
+        self.cache_enabled = (
+            False  # a cache of shapes takes longer than it saves in a graph that is recorded once
+        )
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.constant_pad_nd.default:
@@ -165,7 +182,9 @@ def _batchwise(options: Options) -> Options:
     return replace(options, conv_rule="unfold") if options.conv_rule in ("auto", "loop") else options
 
 
-def _unflat(flat: Sequence[Tensor], call: Call, n_buffers: int) -> tuple[dict[str, Tensor], list[Tensor], Any, Any]:
+def _unflat(
+    flat: Sequence[Tensor], call: Call, n_buffers: int
+) -> tuple[dict[str, Tensor], list[Tensor], Any, Any]:
     left = iter(flat)
     params = {k: next(left) for k in call.params}
     buffers = [next(left) for _ in range(n_buffers)]
@@ -225,7 +244,11 @@ def _same_as(node: fx.Node) -> Any:
     if node.target is aten.copy.default:  # the functional `copy(destination, source)`
         source = node.args[1]
         before, after = (n.meta["val"] for n in (source, node))  # type: ignore[union-attr]
-        alike = before.dtype == after.dtype and before.device == after.device and list(before.shape) == list(after.shape)
+        alike = (
+            before.dtype == after.dtype
+            and before.device == after.device
+            and list(before.shape) == list(after.shape)
+        )
         return source if alike else None
     at = _SLICES.get(node.target)  # type: ignore[arg-type]
     if at is None:
@@ -234,7 +257,9 @@ def _same_as(node: fx.Node) -> Any:
     whole = start in (0, None) and end in (None, _TO_THE_END) and step == 1
     if not whole:
         # no number that large passes through vmap
-        node.args = tuple(_end_of(node) if i == at + 2 and a == _TO_THE_END else a for i, a in enumerate(node.args))
+        node.args = tuple(
+            _end_of(node) if i == at + 2 and a == _TO_THE_END else a for i, a in enumerate(node.args)
+        )
         return None
     return node.args[1 if node.target is aten.slice_scatter.default else 0]
 
@@ -276,7 +301,13 @@ def _is_plain(node: fx.Node) -> bool:
 # --- the same graph with the function's own arguments -------------------------------------------------
 
 
-def with_arguments(lowered: Lowered, call: Call, given: tuple[Any, Any, Any], buffers: dict[str, Tensor], whole: Callable[[Any], Any]) -> fx.GraphModule:
+def with_arguments(
+    lowered: Lowered,
+    call: Call,
+    given: tuple[Any, Any, Any],
+    buffers: dict[str, Tensor],
+    whole: Callable[[Any], Any],
+) -> fx.GraphModule:
     """The graph as a module called like the function: `module(params, x, y)`; `given` are examples of those three.
 
     `whole` gives the result its last shape.
@@ -304,7 +335,7 @@ def with_arguments(lowered: Lowered, call: Call, given: tuple[Any, Any, Any], bu
     for node, k in zip(args[n_given:], own, strict=False):
         new[node] = graph.get_attr(_safe(k))
         new[node].meta.update(node.meta)
-    tree = whole(pytree.tree_unflatten(list(graph.graph_copy(lowered.module.graph, new)), lowered.spec))
+    tree = whole(pytree.tree_unflatten(list(graph.graph_copy(lowered.module.graph, new)), lowered.spec))  # pyright: ignore[reportArgumentType]
     result, result_spec = pytree.tree_flatten(tree)
     _name_results(tree)
     graph.output(result)

@@ -1,6 +1,6 @@
 """Parameters as nested dicts, as functions in the JAX style take them: flat inside, nested outside.
 
-    {"layer": {"w": w, "b": b}}    <->    {"layer.w": w, "layer.b": b}
+{"layer": {"w": w, "b": b}}    <->    {"layer.w": w, "layer.b": b}
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def structure(params: Mapping[str, Any]) -> Structure:
     names = [_joined(p) for p in paths]
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
-        raise InputError(f"params holds two entries for {', '.join(map(repr, twice))}: one nested, one with a dot in its name")
+        raise InputError(
+            f"params holds two entries for {', '.join(map(repr, twice))}: one nested, one with a dot in its name"
+        )
     return paths
 
 

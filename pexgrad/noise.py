@@ -12,7 +12,10 @@ from .errors import InputError
 
 
 def add_noise(
-    grads: Mapping[str, Tensor], noise_multiplier: float, max_norm: float, generator: torch.Generator | None = None
+    grads: Mapping[str, Tensor],
+    noise_multiplier: float,
+    max_norm: float,
+    generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
     """A clipped sum plus Gaussian noise of standard deviation `noise_multiplier * max_norm` in every element.
 

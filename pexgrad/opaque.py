@@ -33,7 +33,9 @@ def opaque_functions() -> Iterator[None]:
 
     def traced_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         plain = apply.__get__(None, cls)
-        if cls is torch.utils.checkpoint.CheckpointFunction:  # (function, preserve_rng_state, *args): no more than a call
+        if (
+            cls is torch.utils.checkpoint.CheckpointFunction
+        ):  # (function, preserve_rng_state, *args): no more than a call
             return args[0](*args[2:])
         if get_proxy_mode() is None or cls.__module__.startswith("torch."):
             return plain(*args, **kwargs)
@@ -75,9 +77,13 @@ def traced_data() -> Iterator[None]:
     plain = torch._C.TensorBase.data
 
     def get(self: Tensor) -> Tensor:
-        return self.detach() if isinstance(self, FakeTensor) and get_proxy_mode() is not None else plain.__get__(self)
+        return (
+            self.detach()
+            if isinstance(self, FakeTensor) and get_proxy_mode() is not None
+            else plain.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+        )
 
-    with mock.patch.object(Tensor, "data", property(get, plain.__set__), create=True):
+    with mock.patch.object(Tensor, "data", property(get, plain.__set__), create=True):  # pyright: ignore[reportAttributeAccessIssue]
         yield
 
 

@@ -46,7 +46,9 @@ class Outputs:
 
     def example(self, tensors: Sequence[Tensor], batch: int, b: int) -> Any:
         """The model's output for example b as a batch of one."""
-        parts = [t if at is None else at.example(t, batch, b) for t, at in zip(tensors, self.layouts, strict=True)]
+        parts = [
+            t if at is None else at.example(t, batch, b) for t, at in zip(tensors, self.layouts, strict=True)
+        ]
         return self.trace.output([p[0] if c else p for p, c in zip(parts, self.copied, strict=True)])
 
     def plain(self) -> bool:
@@ -75,17 +77,31 @@ class Pipeline:
         with torch.set_grad_enabled(options.create_graph):
             terms = join_uses([use for _, use in uses])
         leaves = {k: params[k] for k in trainable}
-        return Jacobian(losses if options.create_graph else losses.detach(), leaves, terms, options.create_graph)
+        return Jacobian(
+            losses if options.create_graph else losses.detach(), leaves, terms, options.create_graph
+        )
 
     def uses(
-        self, params: dict[str, Tensor], buffers: Sequence[Tensor], x: Any, y: Any, batch: int, options: Options
+        self,
+        params: dict[str, Tensor],
+        buffers: Sequence[Tensor],
+        x: Any,
+        y: Any,
+        batch: int,
+        options: Options,
     ) -> list[tuple[BoundSite, Operand, Factor]]:
         """Every use of every parameter, with its factor, for `explain`."""
         _, uses = self._evaluate(params, buffers, x, y, batch, options)
         return [(site, operand, factor) for site, (operand, _, factor, _) in uses]
 
     def _evaluate(
-        self, params: dict[str, Tensor], buffers: Sequence[Tensor], x: Any, y: Any, batch: int, options: Options
+        self,
+        params: dict[str, Tensor],
+        buffers: Sequence[Tensor],
+        x: Any,
+        y: Any,
+        batch: int,
+        options: Options,
     ) -> tuple[Tensor, list[tuple[BoundSite, FactorUse]]]:
         create_graph = options.create_graph
         forward = self.program.run([*params.values(), *buffers, *trees.tensors(trees.as_call(x))])
@@ -95,7 +111,9 @@ class Pipeline:
         uses = []
         with torch.set_grad_enabled(create_graph), without_autocast(losses.device.type):
             for site in self.sites:
-                for operand, v, factor in factors(site, forward, grads, batch, options.conv_rule, create_graph):
+                for operand, v, factor in factors(
+                    site, forward, grads, batch, options.conv_rule, create_graph
+                ):
                     uses.append((site, (operand, v, factor, self.windows[operand.node])))
         return losses, uses
 
@@ -118,7 +136,13 @@ def without_autocast(device: str) -> Any:
 
 
 def build(
-    model: Bound, loss: ExampleLosses, params: dict[str, Tensor], trainable: set[str], x: Any, y: Any, batch: int
+    model: Bound,
+    loss: ExampleLosses,
+    params: dict[str, Tensor],
+    trainable: set[str],
+    x: Any,
+    y: Any,
+    batch: int,
 ) -> tuple[Pipeline, Sample]:
     """Trace, rewrite, find the sites, tap, and probe on a few examples, which are returned too."""
     traced = _trace_serving(model, params, trainable, x, batch)
@@ -153,10 +177,14 @@ def _trace_serving(model: Bound, params: dict[str, Tensor], trainable: set[str],
     return traced
 
 
-def _layouts(traced: Trace, sites: list[Site], program: Program, sample: Sample, buffers: list[Tensor]) -> Layouts:
+def _layouts(
+    traced: Trace, sites: list[Site], program: Program, sample: Sample, buffers: list[Tensor]
+) -> Layouts:
     if sample.batch < 2:  # a graph for batches of one: whatever there is belongs to the one example
         return first_layouts(traced, sites, program)
-    return probe(traced, sites, program, [*sample.params.values(), *buffers], sample.inputs(), sample.scramble)
+    return probe(
+        traced, sites, program, [*sample.params.values(), *buffers], sample.inputs(), sample.scramble
+    )
 
 
 def _takes_batches(
@@ -166,7 +194,11 @@ def _takes_batches(
         return False
     forward = program.run([*sample.params.values(), *buffers, *sample.inputs()])
     tensors = [t.detach() for t in forward.outputs]
-    if loss.vectorised is not None and outputs.plain() and loss.vectorised(outputs.whole(tensors), sample.y) is not None:
+    if (
+        loss.vectorised is not None
+        and outputs.plain()
+        and loss.vectorised(outputs.whole(tensors), sample.y) is not None
+    ):
         return False
     one = lambda b: outputs.example(tensors, sample.batch, b)  # noqa: E731
     return loss.takes_batches(outputs.whole(tensors), one, sample.y, sample.batch)
@@ -178,7 +210,9 @@ def _bind(
     edges, bound = iter(layouts.edges), []
     for site, site_uses, slot in zip(sites, uses, slots, strict=True):
         own = tuple(next(edges) for _ in site.outputs)
-        bound.append(BoundSite(site, site_uses, slot, own, _residual_layouts(site, site_uses, own[0], traced)))
+        bound.append(
+            BoundSite(site, site_uses, slot, own, _residual_layouts(site, site_uses, own[0], traced))
+        )
     return bound
 
 

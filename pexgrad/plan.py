@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 
 from .errors import ANY_MODEL, MixedExamplesError, TraceError
 from .flow import batch_dims, fold_factor_of, value, where
@@ -29,7 +30,7 @@ class Use:
             return tuple(site.node.all_input_nodes)
         found: list[fx.Node] = []
         for name in (*self.rule.residuals, *self.rule.statics):
-            fx.node.map_arg(site.arguments.get(name), lambda n: found.append(n) or n)
+            map_arg(site.arguments.get(name), lambda n: found.append(n) or n)
         return tuple(found)
 
 
@@ -49,7 +50,9 @@ def _rule(site: Site, operand: Operand, symbol: Any) -> Rule | None:
     if rule is not None and _fits(rule, site, symbol):
         return rule
     if _draws(site):
-        raise TraceError(f"{where(site.node)} draws random numbers and takes parameters {_params(site)}; {ANY_MODEL}")
+        raise TraceError(
+            f"{where(site.node)} draws random numbers and takes parameters {_params(site)}; {ANY_MODEL}"
+        )
     return None
 
 
@@ -74,7 +77,7 @@ def _fits(rule: Rule, site: Site, symbol: Any) -> bool:
         return False
     fold = fold_factor_of(out, symbol)
     residuals: list[Any] = []
-    fx.node.map_arg([site.arguments.get(n) for n in rule.residuals], lambda n: residuals.append(value(n)) or n)
+    map_arg([site.arguments.get(n) for n in rule.residuals], lambda n: residuals.append(value(n)) or n)
     batched = [r for r in residuals if isinstance(r, Tensor) and batch_dims(r, symbol)]
     return all(fold_factor_of(r, symbol) in (1, fold) for r in batched)
 

@@ -30,7 +30,12 @@ class Layouts:
 
 
 def probe(
-    trace: Trace, sites: list[Site], program: Program, tensors: list[Tensor], inputs: list[Tensor], scramble: bool
+    trace: Trace,
+    sites: list[Site],
+    program: Program,
+    tensors: list[Tensor],
+    inputs: list[Tensor],
+    scramble: bool,
 ) -> Layouts:
     """Find every layout, or raise naming the operation that mixed the examples.
 
@@ -76,7 +81,12 @@ def _spreads(at: Layout, before: Tensor, after: Tensor, batch: int, b: int) -> b
 
 
 def _edge_layouts(
-    trace: Trace, sites: list[Site], base: Forward, outputs: list[Layout | None], batch: int, generator: torch.Generator
+    trace: Trace,
+    sites: list[Site],
+    base: Forward,
+    outputs: list[Layout | None],
+    batch: int,
+    generator: torch.Generator,
 ) -> list[Layout]:
     activations = [(site, out) for site in sites for out in site.outputs]
     options = [list(candidates(value(out), trace.batch)) for _, out in activations]
@@ -112,7 +122,9 @@ def _gradients(
     try:
         grads = iter(torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True))
     except RuntimeError as e:
-        raise TraceError(f"autograd cannot differentiate the model on a test batch: {str(e).splitlines()[0]}") from e
+        raise TraceError(
+            f"autograd cannot differentiate the model on a test batch: {str(e).splitlines()[0]}"
+        ) from e
     return [None if e is None else next(grads) for e in base.edges]
 
 
@@ -139,7 +151,9 @@ class _Recorder(fx.Interpreter):
         return result
 
 
-def _mixed(trace: Trace, program: Program, before: list[Tensor], after: list[Tensor], b: int) -> MixedExamplesError:
+def _mixed(
+    trace: Trace, program: Program, before: list[Tensor], after: list[Tensor], b: int
+) -> MixedExamplesError:
     runs = []
     for values in (before, after):
         recorder = _Recorder(program.module)
@@ -155,7 +169,12 @@ def _mixed(trace: Trace, program: Program, before: list[Tensor], after: list[Ten
 
 
 def _first_mixing(
-    trace: Trace, module: fx.GraphModule, before: dict[fx.Node, Tensor], after: dict[fx.Node, Tensor], batch: int, b: int
+    trace: Trace,
+    module: fx.GraphModule,
+    before: dict[fx.Node, Tensor],
+    after: dict[fx.Node, Tensor],
+    batch: int,
+    b: int,
 ) -> fx.Node | None:
     for node in module.graph.nodes:
         if node not in before or node.op == "placeholder":

@@ -46,7 +46,9 @@ class Window:
         return self.param != other.param or mine[1] < theirs[0] or theirs[1] < mine[0]
 
     def _reach(self) -> tuple[int, int]:
-        return self.offset, self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+        return self.offset, self.offset + sum(
+            (n - 1) * s for n, s in zip(self.size, self.stride, strict=True)
+        )
 
     def of(self, v: Tensor, p: Tensor) -> Tensor:
         """The same view of `v`, a tensor shaped like the parameter `p`."""
@@ -77,7 +79,9 @@ class Window:
             place = place + steps.reshape(-1, *[1] * (len(size) - 1 - i))
         memory = rows.new_zeros(rows.shape[0], p.numel())
         memory = memory.index_copy(1, place.reshape(-1), rows.reshape(rows.shape[0], -1))
-        order = sorted(range(p.dim()), key=lambda i: (-p.stride(i), p.shape[i] == 1))  # the outermost dimension first
+        order = sorted(
+            range(p.dim()), key=lambda i: (-p.stride(i), p.shape[i] == 1)
+        )  # the outermost dimension first
         outer_first = memory.reshape(rows.shape[0], *(p.shape[i] for i in order))
         return outer_first.permute(0, *(1 + order.index(i) for i in range(p.dim())))
 
@@ -92,7 +96,11 @@ def find_window(trace: Trace, operand: Operand, params: dict[str, Tensor]) -> Wi
             continue
         if not _is_dense(p) or p.storage_offset() or _overlaps(view):
             return None
-        whole = view.shape == value(node).shape and view.stride() == value(node).stride() and not view.storage_offset()
+        whole = (
+            view.shape == value(node).shape
+            and view.stride() == value(node).stride()
+            and not view.storage_offset()
+        )
         onto = view.numel() == p.numel() and 0 not in view.stride()
         return Window(name, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()), whole, onto)
     return None
@@ -101,7 +109,9 @@ def find_window(trace: Trace, operand: Operand, params: dict[str, Tensor]) -> Wi
 def _is_dense(p: Tensor) -> bool:
     """Whether the elements fill a block of memory, each once, in some order of the dimensions."""
     expected = 1
-    for n, s in sorted(((n, s) for n, s in zip(p.shape, p.stride(), strict=True) if n != 1), key=lambda d: d[1]):
+    for n, s in sorted(
+        ((n, s) for n, s in zip(p.shape, p.stride(), strict=True) if n != 1), key=lambda d: d[1]
+    ):
         if s != expected:
             return False
         expected *= n
@@ -111,14 +121,18 @@ def _is_dense(p: Tensor) -> bool:
 def _overlaps(view: Tensor) -> bool:
     """Whether two positions, not on an expanded dimension, show one element."""
     reach = 0
-    for n, s in sorted(((n, s) for n, s in zip(view.shape, view.stride(), strict=True) if n != 1 and s), key=lambda d: d[1]):
+    for n, s in sorted(
+        ((n, s) for n, s in zip(view.shape, view.stride(), strict=True) if n != 1 and s), key=lambda d: d[1]
+    ):
         if s <= reach:
             return True
         reach += s * (n - 1)
     return False
 
 
-def vjp(derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...], cotangent: Tensor, create_graph: bool) -> Iterator[tuple[str, Tensor]]:
+def vjp(
+    derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...], cotangent: Tensor, create_graph: bool
+) -> Iterator[tuple[str, Tensor]]:
     """The gradient of `derived` with respect to the parameters it is computed from."""
     grads = torch.autograd.grad(
         [derived], [leaves[k] for k in names], [cotangent.to(derived.dtype)],
@@ -129,7 +143,9 @@ def vjp(derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...], cota
             yield k, g
 
 
-def vjp_rows(derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...], rows: Tensor, create_graph: bool) -> Iterator[tuple[str, Tensor]]:
+def vjp_rows(
+    derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...], rows: Tensor, create_graph: bool
+) -> Iterator[tuple[str, Tensor]]:
     """The same for each of rows (b, *derived.shape), one example at a time."""
     found: dict[str, list[Tensor]] = {}
     for row in rows:
@@ -139,7 +155,13 @@ def vjp_rows(derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...],
         yield k, torch.stack(g)
 
 
-def jvp(derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...], v: dict[str, Tensor], create_graph: bool) -> Tensor:
+def jvp(
+    derived: Tensor,
+    leaves: dict[str, Tensor],
+    names: tuple[str, ...],
+    v: dict[str, Tensor],
+    create_graph: bool,
+) -> Tensor:
     """The derivative of `derived` along `v`, as the gradient of a vector-Jacobian product by its (linear) cotangent."""
     with torch.enable_grad():
         u = torch.zeros_like(derived).requires_grad_()

@@ -34,6 +34,10 @@ def _loose_tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of `model` whose parameters and buffers are `tensors`, by name; names left out are shared."""
+    if isinstance(
+        model, nn.parallel.DistributedDataParallel
+    ):  # each process has the rows of its own examples
+        return rebind(model.module, {k.removeprefix("module."): t for k, t in tensors.items()})
     memo: dict[int, Any] = {}
     for module in model.modules():
         for t in _loose_tensors(vars(module)):
@@ -41,12 +45,29 @@ def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     for name, t in named_tensors(model).items():
         memo[id(t)] = tensors.get(name, t)
     try:
-        return copy.deepcopy(model, memo)
+        try:
+            return copy.deepcopy(model, dict(memo))
+        except Exception:  # noqa: BLE001 - a lock, a generator, a handle: whatever cannot be copied is shared
+            return copy.deepcopy(model, memo | _uncopyable(model, memo))
     except Exception as e:
         raise TraceError(
             f"{type(model).__name__} cannot be copied structurally: {type(e).__name__}: {e}; "
             "make it work with copy.deepcopy, or pass a function f(params, x) instead of the module"
         ) from e
+
+
+def _uncopyable(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, Any]:
+    """What the modules' plain attributes hold that has no copy."""
+    found = {}
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if key in ("_modules", "_parameters", "_buffers"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo) | {id(m): m for m in model.modules()})
+            except Exception:  # noqa: BLE001 - no matter why
+                found[id(value)] = value
+    return found
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -91,7 +112,9 @@ class Bound:
         forward = self.at(params, copies)
         if not isinstance(self.model, nn.Module) or not _captures(self.model):
             return forward
-        return _substituted(forward, {id(t): (params | copies)[k] for k, t in named_tensors(self.model).items()})
+        return _substituted(
+            forward, {id(t): (params | copies)[k] for k, t in named_tensors(self.model).items()}
+        )
 
 
 def _captures(model: nn.Module) -> bool:

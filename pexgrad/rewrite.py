@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 
 from .flow import Flow, analyse, batch_dims, is_differentiable, mutated_operands, storage, value, where
 from .opaque import settle_hooks
@@ -54,7 +55,11 @@ def parameter_operands(node: fx.Node, flow: Flow) -> list[fx.Node]:
         return []
     if not is_differentiable(value(node)):
         return []
-    return [n for n, s in flow.operands[node].items() if s.params and not s.from_input and not batch_dims(value(n), flow.batch)]
+    return [
+        n
+        for n, s in flow.operands[node].items()
+        if s.params and not s.from_input and not batch_dims(value(n), flow.batch)
+    ]
 
 
 def _adopt_parameters(trace: Trace, params: dict[str, Tensor]) -> None:
@@ -115,12 +120,14 @@ def _copied(node: fx.Node, trace: Trace, output: fx.Node) -> fx.Node:
         return insert(trace, aten.expand.default, (node, [size, *value(node).shape]), like=node)
 
 
-def insert(trace: Trace, target: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, **kwargs: Any) -> fx.Node:
+def insert(
+    trace: Trace, target: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, **kwargs: Any
+) -> fx.Node:
     """A new node at the graph's insertion point, with its fake value, placed in the source where `like` is."""
     node = trace.graph.call_function(target, args, kwargs)
     node.meta.update({k: like.meta[k] for k in ("source", "path") if k in like.meta})
     with trace.fake_mode, enable_python_dispatcher(), torch.enable_grad():
-        node.meta["val"] = target(*fx.node.map_arg(args, value_or_constant(trace)), **kwargs)
+        node.meta["val"] = target(*map_arg(args, value_or_constant(trace)), **kwargs)
     return node
 
 
@@ -144,7 +151,7 @@ def _expand_operands(node: fx.Node, flow: Flow, trace: Trace) -> bool:
     if reference is None:
         return False
     new = {p: _expanded(p, node, dims[0], reference, trace) for p in broadcast}
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: new.get(n, n))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: new.get(n, n))
     if not _accepts(node, args, kwargs, trace):
         for n in new.values():
             trace.graph.erase_node(n)
@@ -192,7 +199,9 @@ def _expanded(p: fx.Node, node: fx.Node, dim: int, reference: tuple[fx.Node, int
     out, val = value(node), value(p)
     missing = out.dim() - val.dim()
     with trace.graph.inserting_before(node):
-        if val.dim() == 0 and val.dtype != out.dtype:  # a tensor without dimensions does not promote the others
+        if (
+            val.dim() == 0 and val.dtype != out.dtype
+        ):  # a tensor without dimensions does not promote the others
             p = insert(trace, aten._to_copy.default, (p,), like=node, dtype=out.dtype)
         size = insert(trace, aten.sym_size.int, reference, like=node)
         sizes: Iterable[Any] = [1] * missing + list(val.shape)
@@ -206,8 +215,8 @@ def _accepts(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], trace
     try:
         with trace.fake_mode, enable_python_dispatcher(), torch.no_grad():
             # an in-place operation must not change the fakes that the graph remembers
-            fakes = fx.node.map_arg((args, kwargs), lambda n: _copy(get(n)))
-            out = node.target(*fakes[0], **fakes[1])
+            fakes = map_arg((args, kwargs), lambda n: _copy(get(n)))
+            out = node.target(*fakes[0], **fakes[1])  # pyright: ignore[reportCallIssue]
     except Exception:  # noqa: BLE001 - whatever it says, the operation does not take them
         return False
     return out.shape == value(node).shape and out.dtype == value(node).dtype

@@ -37,7 +37,9 @@ def flatten(rows: Rows, *, batch_dims: int = 1) -> Tensor:
     """
     if not rows:
         raise InputError("there are no rows to flatten")
-    if len({r.shape[:batch_dims] for r in rows.values()}) > 1 or any(r.dim() < batch_dims for r in rows.values()):
+    if len({r.shape[:batch_dims] for r in rows.values()}) > 1 or any(
+        r.dim() < batch_dims for r in rows.values()
+    ):
         shapes = ", ".join(f"'{k}' {tuple(r.shape)}" for k, r in rows.items())
         raise InputError(f"the first {batch_dims} dimensions of the entries differ: {shapes}")
     parts = [r.reshape(*r.shape[:batch_dims], prod(r.shape[batch_dims:])) for r in rows.values()]
@@ -59,10 +61,14 @@ def unflatten(flat: Tensor, params: Rows) -> dict[str, Tensor]:
     """
     sizes = {k: p.numel() for k, p in params.items()}
     if not flat.dim() or flat.shape[-1] != sum(sizes.values()):
-        raise InputError(f"flat is {tuple(flat.shape)}; expected (..., {sum(sizes.values())}) for these parameters")
+        raise InputError(
+            f"flat is {tuple(flat.shape)}; expected (..., {sum(sizes.values())}) for these parameters"
+        )
     found, start = {}, 0
     for k, n in sizes.items():
-        found[k] = flat.narrow(-1, start, n).unflatten(-1, params[k].shape) if params[k].dim() else flat[..., start]
+        found[k] = (
+            flat.narrow(-1, start, n).unflatten(-1, params[k].shape) if params[k].dim() else flat[..., start]
+        )
         start += n
     return found
 
@@ -159,4 +165,8 @@ def _scaled(rows: Rows, weights: Tensor) -> dict[str, Tensor]:
 def _total(parts: Mapping[str, Tensor]) -> Tensor:
     if not parts:
         raise InputError("there are no rows: the dict is empty")
-    return torch.stack(list(parts.values())).sum(0) if len({p.dtype for p in parts.values()}) == 1 else sum(parts.values())  # type: ignore[return-value]
+    return (
+        torch.stack(list(parts.values())).sum(0)
+        if len({p.dtype for p in parts.values()}) == 1
+        else sum(parts.values())
+    )  # type: ignore[return-value]

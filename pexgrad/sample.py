@@ -35,7 +35,9 @@ class Sample:
 
     def first(self, n: int) -> Sample:
         """The first n examples."""
-        return Sample(self.params, trees.examples(self.x, 0, n), trees.examples(self.y, 0, n), n, self.scramble)
+        return Sample(
+            self.params, trees.examples(self.x, 0, n), trees.examples(self.y, 0, n), n, self.scramble
+        )
 
     def at(self, params: dict[str, Tensor]) -> Sample:
         """The same examples at other parameters."""
@@ -79,7 +81,9 @@ def changed(t: Tensor, where: int | slice, generator: torch.Generator, scramble:
         return out
     if isinstance(where, int):
         out[where] = t[(where + 1) % t.shape[0]]
-    if scramble and t.device.type == "cpu" and torch.equal(out, t):  # an index out of range would end a CUDA process
+    if (
+        scramble and t.device.type == "cpu" and torch.equal(out, t)
+    ):  # an index out of range would end a CUDA process
         pick = torch.randint(t.numel(), part.shape, generator=generator)
         out[where] = t.flatten()[pick]
     return out

@@ -50,7 +50,13 @@ def find_sites(trace: Trace, trainable: set[str]) -> list[Site]:
 
 def _operand(node: fx.Node, arguments: dict[str, Any], params: frozenset[str]) -> Operand:
     names = [k for k, v in arguments.items() if v is node]
-    names += [f"{k}.{i}" for k, v in arguments.items() if isinstance(v, list | tuple) for i, n in enumerate(v) if n is node]
+    names += [
+        f"{k}.{i}"
+        for k, v in arguments.items()
+        if isinstance(v, list | tuple)
+        for i, n in enumerate(v)
+        if n is node
+    ]
     # passed twice: no single name, so no rule of its own
     return Operand(names[0] if len(names) == 1 else "*", node, tuple(sorted(params)))
 
@@ -73,7 +79,9 @@ def _refuse_inexact(node: fx.Node, flow: Flow) -> None:
     if node.op == "output":
         return
     if node.meta.get(HOOKED) and flow.states[node].params and not flow.batched(node):
-        raise TraceError(f"a tensor hook on a parameter-only value cannot be run per example ({where(node)}); {ANY_MODEL}")
+        raise TraceError(
+            f"a tensor hook on a parameter-only value cannot be run per example ({where(node)}); {ANY_MODEL}"
+        )
     if flow.batched(node) and _is_training_batch_norm(node):
         raise MixedExamplesError(
             f"batch normalisation in training mode ({where(node)}) mixes the examples of a batch, so a per-example gradient "

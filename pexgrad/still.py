@@ -40,12 +40,16 @@ def _multinomial(p: Tensor, n: int, *args: Any, **kwargs: Any) -> Tensor:
     return p.topk(n, -1).indices
 
 
-def _rrelu(x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *args: Any, **kwargs: Any) -> Tensor:
+def _rrelu(
+    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *args: Any, **kwargs: Any
+) -> Tensor:
     noise.copy_(torch.where(x > 0, 1, (lower + upper) / 2))  # read again by the backward
     return x * noise
 
 
-def _randint(low: int, high: int, size: Any, *, dtype: Any = torch.long, device: Any = None, **kwargs: Any) -> Tensor:
+def _randint(
+    low: int, high: int, size: Any, *, dtype: Any = torch.long, device: Any = None, **kwargs: Any
+) -> Tensor:
     return torch.full(size, low, dtype=dtype or torch.long, device=device)
 
 
@@ -69,7 +73,9 @@ _STILL: dict[str, Still] = {
     "poisson": lambda x, *args, **kwargs: x.round(),
     "rand": _sized(0.5),
     "randn": _sized(0.5),
-    "randperm": lambda n, *args, **kwargs: torch.arange(n - 1, -1, -1),  # not the identity, which would hide mixing
+    "randperm": lambda n, *args, **kwargs: torch.arange(
+        n - 1, -1, -1
+    ),  # not the identity, which would hide mixing
     "randint": _randint,
     "normal": _normal,
     "multinomial": _multinomial,
@@ -97,4 +103,6 @@ def _without_chance(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """`args` with the probability of a fused dropout, or its training flag, switched off."""
     off = {"dropout_p": 0.0, "dropout": 0.0, "p": 0.0, "training": False}
     names = [a.name for a in func._schema.arguments]
-    return tuple(off.get(name, a) if not isinstance(a, Tensor) else a for name, a in zip(names, args, strict=False))
+    return tuple(
+        off.get(name, a) if not isinstance(a, Tensor) else a for name, a in zip(names, args, strict=False)
+    )

@@ -25,8 +25,12 @@ def _alias(model: Bound, p: Tensor) -> Tensor:
     return p.clone() if model.writes_to_parameters() else p.view_as(p)
 
 
-def _example_loss(model: Bound, losses: ExampleLosses, params: dict[str, Tensor], x: Any, y: Any, b: int) -> Tensor:
-    args, kwargs = trees.as_call(trees.map_tensors(torch.clone, trees.examples(x, b, b + 1)))  # the model may write to it
+def _example_loss(
+    model: Bound, losses: ExampleLosses, params: dict[str, Tensor], x: Any, y: Any, b: int
+) -> Tensor:
+    args, kwargs = trees.as_call(
+        trees.map_tensors(torch.clone, trees.examples(x, b, b + 1))
+    )  # the model may write to it
     forward = model.fresh(params)
     output = forward(*args, **kwargs)
     return losses.of_slices(lambda _: output, trees.examples(y, b, b + 1), 1)[0]
@@ -72,7 +76,9 @@ def multi(
     return _stacked([v if create_graph else v.detach() for v in losses], rows, trainable, create_graph)
 
 
-def _stacked(losses: list[Tensor], rows: list[list[Tensor]], trainable: list[str], create_graph: bool) -> Jacobian:
+def _stacked(
+    losses: list[Tensor], rows: list[list[Tensor]], trainable: list[str], create_graph: bool
+) -> Jacobian:
     columns = zip(*rows, strict=True)
     by_name = {k: torch.stack(c) for k, c in zip(trainable, columns, strict=True)}
     return Jacobian.of_rows(torch.stack(losses), by_name, create_graph)

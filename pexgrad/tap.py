@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.fx.graph import CodeGen
 
 from .errors import ANY_MODEL, TraceError
 from .flow import mutated_operands, storage, value, where
@@ -93,7 +94,7 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
         )
     output = next(iter(reversed(graph.nodes)))
     output.args = ((output.args[0], edges, list(residuals), list(operands)),)
-    graph.set_codegen(fx.graph.CodeGen())
+    graph.set_codegen(CodeGen())
     graph.lint()
     return Program(fx.GraphModule(trace.root, graph), slots)
 
@@ -120,7 +121,9 @@ def _last_writes(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[int | None,
     return {storage(t): order[node] for node in graph.nodes for t in mutated_operands(node)}
 
 
-def _shield(trace: Trace, n: fx.Node, site: Site, last_write: dict[int | None, int], order: dict[fx.Node, int]) -> fx.Node:
+def _shield(
+    trace: Trace, n: fx.Node, site: Site, last_write: dict[int | None, int], order: dict[fx.Node, int]
+) -> fx.Node:
     """`n`, or a copy taken before the site runs where a later operation writes to its memory."""
     if last_write.get(storage(n), -1) < order[site.node] or not isinstance(value(n), Tensor):
         return n
@@ -128,8 +131,11 @@ def _shield(trace: Trace, n: fx.Node, site: Site, last_write: dict[int | None, i
         return insert(trace, aten.clone.default, (n,), like=n)
 
 
-def _refuse_overwritten(n: fx.Node, site: Site, last_write: dict[int | None, int], order: dict[fx.Node, int]) -> None:
+def _refuse_overwritten(
+    n: fx.Node, site: Site, last_write: dict[int | None, int], order: dict[fx.Node, int]
+) -> None:
     if last_write.get(storage(n), -1) > order[site.node]:
         raise TraceError(
-            f"{where(n)} is used by {where(site.node)} and overwritten afterwards; use a new tensor for the new value, or {ANY_MODEL}"
+            f"{where(n)} is used by {where(site.node)} and overwritten afterwards; "
+            f"use a new tensor for the new value, or {ANY_MODEL}"
         )

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import trees
-from .api import clipped_grad, per_example_grad, per_example_jacobian, per_example_value_and_grad
+from .api import clipped_grad, per_example_jacobian, per_example_value_and_grad
 from .errors import PexgradError, VerificationError
 from .extend import _compare, check_rule
 from .loss import Loss
@@ -38,7 +38,9 @@ def _strategies() -> Any:
         # imported here, so that the checks work without it
         import hypothesis.strategies
     except ModuleNotFoundError as error:
-        raise PexgradError('the strategies of pexgrad.testing need hypothesis: pip install "pexgrad[test]"') from error
+        raise PexgradError(
+            'the strategies of pexgrad.testing need hypothesis: pip install "pexgrad[test]"'
+        ) from error
     return hypothesis.strategies
 
 
@@ -46,7 +48,12 @@ def _strategies() -> Any:
 
 
 def check_per_example_grad(
-    model: nn.Module | ModelConfig, x: Any, y: Any = None, loss: Loss = F.cross_entropy, *, tolerance: float = 1e-8
+    model: nn.Module | ModelConfig,
+    x: Any,
+    y: Any = None,
+    loss: Loss = F.cross_entropy,
+    *,
+    tolerance: float = 1e-8,
 ) -> None:
     """Raise where the library's answers for a model are not those of the definition, a loop over batches of one.
 
@@ -68,7 +75,10 @@ def check_per_example_grad(
     """
     module = model.module() if isinstance(model, ModelConfig) else copy.deepcopy(model)
     module = module.double()
-    x, y = (trees.map_tensors(lambda t: t.detach().double() if t.is_floating_point() else t, tree) for tree in (x, y))
+    x, y = (
+        trees.map_tensors(lambda t: t.detach().double() if t.is_floating_point() else t, tree)
+        for tree in (x, y)
+    )
     try:
         _check(module, x, y, loss, tolerance)
     except VerificationError as error:
@@ -126,7 +136,7 @@ class ConvConfig:
         layer = _seeded(
             lambda: CONV[len(self.size) - 1](
                 *self.channels, self.kernel, self.stride, self.padding, self.dilation, self.groups, self.bias,  # type: ignore[arg-type]
-                self.padding_mode,
+                self.padding_mode,  # pyright: ignore[reportArgumentType]
             )
         )  # fmt: skip
         return layer, _seeded(lambda: torch.randn(self.batch, self.channels[0], *self.size))
@@ -171,7 +181,11 @@ def _draw_conv(draw: DrawFn) -> ConvConfig:
     def each(elements: Any) -> tuple[int, ...]:
         return tuple(draw(elements) for _ in range(n))
 
-    kernel, dilation, stride = each(_up_to((4, 3, 2)[n - 1])), each(_up_to(3 if n < 3 else 2)), each(_up_to(3))
+    kernel, dilation, stride = (
+        each(_up_to((4, 3, 2)[n - 1])),
+        each(_up_to(3 if n < 3 else 2)),
+        each(_up_to(3)),
+    )
     padding: Any = draw(st.sampled_from(["valid", "same", "number"]))
     if padding == "same":
         stride = (1,) * n
@@ -247,7 +261,9 @@ class ModelConfig:
         return _seeded(draw, seed)
 
 
-def models(kinds: tuple[str, ...] = ("vector", "image", "tokens"), max_layers: int = 4) -> SearchStrategy[ModelConfig]:
+def models(
+    kinds: tuple[str, ...] = ("vector", "image", "tokens"), max_layers: int = 4
+) -> SearchStrategy[ModelConfig]:
     """Small classifiers: linear and convolutional layers, embeddings, norms, activations and pooling in any order.
 
     Args:
@@ -268,7 +284,11 @@ def _draw_model(draw: DrawFn, kinds: tuple[str, ...], max_layers: int) -> ModelC
         layers.append(Layer("Embedding", (vocabulary, width)))
         inner = (*shape, width)
     else:
-        shape = inner = (draw(_up_to(5)),) if kind == "vector" else (draw(_up_to(2)), *(draw(st.integers(2, 5)) for _ in "hw"))
+        shape = inner = (
+            (draw(_up_to(5)),)
+            if kind == "vector"
+            else (draw(_up_to(2)), *(draw(st.integers(2, 5)) for _ in "hw"))
+        )
     for _ in range(draw(st.integers(0, max_layers))):
         layer = draw(st.sampled_from(_CHOICES[kind]))(draw, inner)
         layers.append(layer)
@@ -308,7 +328,10 @@ def _conv(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
 
 
 def _group_norm(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
-    return Layer("GroupNorm", (draw(_strategies().sampled_from([g for g in (1, shape[0]) if shape[0] % g == 0])), shape[0]))
+    return Layer(
+        "GroupNorm",
+        (draw(_strategies().sampled_from([g for g in (1, shape[0]) if shape[0] % g == 0])), shape[0]),
+    )
 
 
 def _pool(draw: DrawFn, shape: tuple[int, ...]) -> Layer:

@@ -103,7 +103,7 @@ def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, 
     fake_params = [_fake(mode, p).requires_grad_(k in trainable) for k, p in params.items()]
     fake_buffers = [_fake(mode, b) for b in buffers.values()]
     fake_inputs = [_fake_batch(mode, t, hint) for t in tensors]
-    (batch,) = fake_inputs[0].shape[0].node.expr.free_symbols
+    (batch,) = fake_inputs[0].shape[0].node.expr.free_symbols  # pyright: ignore[reportAttributeAccessIssue]
     seen: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
@@ -137,7 +137,9 @@ def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, 
     _refuse_fixed_batch(env, batch)
     _refuse_shapes_of_data(gm.graph, batch)
     if not seen["leaves"] or FROM_GRAPH not in seen["leaves"]:
-        raise TraceError("the model's output holds no tensor; return tensors, in any nesting of tuples, lists and dicts")
+        raise TraceError(
+            "the model's output holds no tensor; return tensors, in any nesting of tuples, lists and dicts"
+        )
     nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
     n_params, n_buffers = len(params), len(buffers)
     return Trace(
@@ -190,6 +192,7 @@ def _tracing(batch: sympy.Symbol) -> Iterator[list[sympy.Basic]]:
         traced_data(),
         torch.backends.opt_einsum.flags(enabled=False),  # its search for a path fixes every size
         mock.patch.object(builtins, "len", _traced_len(builtins.len)),
+        mock.patch.object(nn.Module, "_apply", _apply),
         mock.patch.object(PythonKeyTracer, "create_node", _noting_source(PythonKeyTracer.create_node)),
         mock.patch.object(proxy_tensor, "proxy_call", _noting_depth(proxy_tensor.proxy_call, running)),
         mock.patch.object(SymNode, "bool_", _noting_branches(SymNode.bool_, batch, branches, running)),
@@ -243,7 +246,8 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
 
 
 _LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, einops.__file__, __file__, contextlib.__file__)
+    os.path.dirname(os.path.abspath(f)) + os.sep
+    for f in (torch.__file__, einops.__file__, __file__, contextlib.__file__)
 )
 
 
@@ -280,10 +284,12 @@ def _module_paths(forward: Callable[..., Any]) -> Iterator[None]:
     names = {m: name for name, m in forward.named_modules()}
 
     def enter(module: nn.Module, _: Any) -> None:
-        _paths.append(names.get(module, _paths[-1] if _paths else ""))
+        if module in names:  # and not another thread's
+            _paths.append(names[module])
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
-        _paths.pop()
+        if module in names:
+            _paths.pop()
 
     hooks = (
         nn.modules.module.register_module_forward_pre_hook(enter),
@@ -300,7 +306,14 @@ def _module_paths(forward: Callable[..., Any]) -> Iterator[None]:
 # torch's own shape functions ask for sizes to compute the metadata of fake tensors
 _METADATA = tuple(
     os.sep + os.path.join("torch", *parts)
-    for parts in (("_subclasses",), ("_prims_common",), ("_prims",), ("_refs",), ("_meta_registrations.py",), ("_decomp",))
+    for parts in (
+        ("_subclasses",),
+        ("_prims_common",),
+        ("_prims",),
+        ("_refs",),
+        ("_meta_registrations.py",),
+        ("_decomp",),
+    )
 )
 
 
@@ -327,7 +340,13 @@ def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol) -> None:
 
 def _source_of(guard: Any) -> str:
     frame = guard.sloc.maybe_user_loc or guard.sloc.framework_loc
-    return f" (at {frame.filename}:{frame.lineno})" if hasattr(frame, "filename") else f" (at {frame})" if frame else ""
+    return (
+        f" (at {frame.filename}:{frame.lineno})"
+        if hasattr(frame, "filename")
+        else f" (at {frame})"
+        if frame
+        else ""
+    )
 
 
 def _refuse_shapes_of_data(graph: fx.Graph, batch: sympy.Symbol) -> None:
@@ -336,8 +355,8 @@ def _refuse_shapes_of_data(graph: fx.Graph, batch: sympy.Symbol) -> None:
         sizes = [n for n in val.shape if isinstance(n, torch.SymInt)] if isinstance(val, Tensor) else []
         if any(n.node.expr.free_symbols - {batch} for n in sizes):
             raise TraceError(
-                f"the shape of {node.name} depends on data (at {node.meta.get('source', 'an unknown line')}), so the model has no "
-                f"static graph; use masks instead of selecting by value, or {ANY_MODEL}"
+                f"the shape of {node.name} depends on data (at {node.meta.get('source', 'an unknown line')}), so the "
+                f"model has no static graph; use masks instead of selecting by value, or {ANY_MODEL}"
             )
 
 

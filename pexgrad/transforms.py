@@ -15,7 +15,15 @@ from . import nested, trees
 from .arguments import Call, Options, Params, check_call, check_out
 from .clipping import Clipping
 from .compose import Composable, composable
-from .errors import ANY_MODEL, InputError, LossError, MixedExamplesError, PexgradError, TraceError, VerificationError
+from .errors import (
+    ANY_MODEL,
+    InputError,
+    LossError,
+    MixedExamplesError,
+    PexgradError,
+    TraceError,
+    VerificationError,
+)
 from .explain import Explanation, explain
 from .jacobian import Jacobian
 from .loss import ExampleLosses, Loss
@@ -32,7 +40,9 @@ class Transform(Composable):
 
     def __init__(self, model: Model, loss: Loss, options: Options):
         if not callable(model):
-            raise InputError(f"model must be an nn.Module or a function f(params, *inputs), not {type(model).__name__}")
+            raise InputError(
+                f"model must be an nn.Module or a function f(params, *inputs), not {type(model).__name__}"
+            )
         if not callable(loss):
             raise InputError(f"loss must be a function loss(output, y), not {type(loss).__name__}")
         self._model, self._loss, self._options = Bound(model), ExampleLosses(loss), options
@@ -41,14 +51,20 @@ class Transform(Composable):
     @property
     def trace_count(self) -> int:
         """How many times the model has been traced so far."""
-        return sum(map(len, self._pipelines.values())) + sum(t.trace_count for t in self._by_structure.values())
+        return sum(map(len, self._pipelines.values())) + sum(
+            t.trace_count for t in self._by_structure.values()
+        )
 
     @composable
     def explain(self, params: Params, x: Any, y: Any = None) -> Explanation:
         """The table of what a call with these arguments does; nothing is kept of the gradients."""
         call = self._check(params, x, y)
         pipeline = self._pipeline(call) if self._options.strategy == "crb" and call.batch else None
-        uses = [] if pipeline is None else pipeline.uses(*self._values(call), call.x, call.y, call.batch, self._options)
+        uses = (
+            []
+            if pipeline is None
+            else pipeline.uses(*self._values(call), call.x, call.y, call.batch, self._options)
+        )
         return explain(pipeline, uses, self._options.strategy, call.params, call.trainable, call.batch)
 
     def _check(self, params: Params, x: Any, y: Any) -> Call:
@@ -59,7 +75,9 @@ class Transform(Composable):
         params, buffers = self._values(call)
         if o.strategy != "crb":
             run = LOOPS[o.strategy]
-            return run(self._model, self._loss, params, call.trainable, call.x, call.y, call.batch, o.create_graph)
+            return run(
+                self._model, self._loss, params, call.trainable, call.x, call.y, call.batch, o.create_graph
+            )
         pipeline = self._pipeline(call)
         return pipeline.jacobian(params, buffers, call.trainable, call.x, call.y, call.batch, o)
 
@@ -96,7 +114,9 @@ class Transform(Composable):
     def _build(self, call: Call) -> Pipeline:
         trainable = set(call.trainable)
         try:
-            pipeline, sample = build(self._model, self._loss, call.params, trainable, call.x, call.y, call.batch)
+            pipeline, sample = build(
+                self._model, self._loss, call.params, trainable, call.x, call.y, call.batch
+            )
             if self._options.verify:
                 verify(pipeline, self._model, self._loss, call.params, call.trainable, sample)
         except (MixedExamplesError, LossError, VerificationError):
@@ -105,7 +125,9 @@ class Transform(Composable):
             self._raise_own_error(call)
             if isinstance(e, PexgradError):
                 raise
-            raise TraceError(f"the model's graph cannot be evaluated: {type(e).__name__}: {e}; {ANY_MODEL}") from e
+            raise TraceError(
+                f"the model's graph cannot be evaluated: {type(e).__name__}: {e}; {ANY_MODEL}"
+            ) from e
         return pipeline
 
     def _raise_own_error(self, call: Call) -> None:
@@ -113,7 +135,9 @@ class Transform(Composable):
         args, kwargs = trees.as_call(trees.map_tensors(torch.clone, call.x))
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's own, given before
-            output = self._model.fresh({k: p.detach().clone() for k, p in call.params.items()})(*args, **kwargs)
+            output = self._model.fresh({k: p.detach().clone() for k, p in call.params.items()})(
+                *args, **kwargs
+            )
             self._loss.loss(output, call.y)
 
     def _signature(self, call: Call) -> Any:
@@ -211,8 +235,8 @@ class PerExampleGradNorm(Transform):
         norms = [jacobian.norms(self._per_param) for _, jacobian in self._chunks(call)]
         if self._per_param:
             none = call.no_numbers()
-            return {k: torch.cat([n[k] for n in norms]) if norms else none for k in call.trainable}
-        return torch.cat(norms) if norms else call.no_numbers()
+            return {k: torch.cat([n[k] for n in norms]) if norms else none for k in call.trainable}  # pyright: ignore[reportArgumentType]
+        return torch.cat(norms) if norms else call.no_numbers()  # pyright: ignore[reportArgumentType]
 
     def _answer(self, jacobian: Jacobian) -> Any:
         return jacobian.norms(self._per_param)
@@ -223,7 +247,10 @@ class PerExampleGradNorm(Transform):
         return nested.at(paths, flat) if self._per_param else flat[0]
 
     def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
-        return [numbers(some, batch, device) for some in ([[p] for p in entries] if self._per_param else [entries])]
+        return [
+            numbers(some, batch, device)
+            for some in ([[p] for p in entries] if self._per_param else [entries])
+        ]
 
 
 class PerExampleJacobian(Transform):
@@ -252,7 +279,7 @@ pytree.register_pytree_node(
     lambda c: ([c.grads, c.norms, c.losses], None),
     lambda leaves, _: Clipped(*leaves),
     serialized_type_name="pexgrad.Clipped",
-    flatten_with_keys_fn=lambda c: ([(pytree.GetAttrKey(k), v) for k, v in vars(c).items()], None),
+    flatten_with_keys_fn=lambda c: ([(pytree.GetAttrKey(k), v) for k, v in vars(c).items()], None),  # pyright: ignore[reportArgumentType]
 )
 
 

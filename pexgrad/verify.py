@@ -21,7 +21,12 @@ HALF = 0.1
 
 
 def verify(
-    pipeline: Pipeline, model: Bound, loss: ExampleLosses, params: dict[str, Tensor], trainable: list[str], sample: Sample
+    pipeline: Pipeline,
+    model: Bound,
+    loss: ExampleLosses,
+    params: dict[str, Tensor],
+    trainable: list[str],
+    sample: Sample,
 ) -> None:
     """Raise where the pipeline's rows or losses differ from the definition on the first two examples."""
     two = sample.first(2) if pipeline.trace.serves(2) else sample
@@ -62,12 +67,12 @@ def _worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[str, float]
 
 
 def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x.to(torch.complex128 if x.is_complex() else torch.float64).nan_to_num()))
+    return float(
+        torch.linalg.vector_norm(x.to(torch.complex128 if x.is_complex() else torch.float64).nan_to_num())
+    )
 
 
-def _batch_agrees(
-    rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Sample
-) -> bool:
+def _batch_agrees(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Sample) -> bool:
     """Whether the rows add up to the gradient of the whole batch: then a kernel at batch size 1 is at fault.
 
     PyTorch's CPU batch-norm backward, for one, is wrong at batch size 1 for some memory layouts.
@@ -81,7 +86,10 @@ def _batch_agrees(
             return False
         total = pipeline.losses(tensors, at.y, at.batch).sum()
         grads = torch.autograd.grad(total, [at.params[k] for k in rows], allow_unused=True)
-    want = {k: torch.zeros_like(at.params[k]) if g is None else g.to_dense() for k, g in zip(rows, grads, strict=True)}
+    want = {
+        k: torch.zeros_like(at.params[k]) if g is None else g.to_dense()
+        for k, g in zip(rows, grads, strict=True)
+    }
     return _worst({k: r.sum(0) for k, r in rows.items()}, want) is None
 
 

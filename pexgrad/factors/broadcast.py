@@ -1,6 +1,6 @@
 """The broadcast factor: row b is the sum over positions of g[b] * r[b].
 
-    G[b, f] = sum_t g[b, t, f] r[b, t, f]        r = 1 where it is None
+G[b, f] = sum_t g[b, t, f] r[b, t, f]        r = 1 where it is None
 """
 
 from __future__ import annotations

@@ -73,7 +73,9 @@ class Conv(Factor):
         return choose(self) if self.rule == "auto" else self.rule
 
     def keeps_rows(self) -> bool:
-        return self.norm_algorithm() != "gram"  # rows cost as much as the weighted sum, which they then give for free
+        return (
+            self.norm_algorithm() != "gram"
+        )  # rows cost as much as the weighted sum, which they then give for free
 
     def norm_algorithm(self) -> str:
         d, c = self.shape[0] // self.geometry.groups, prod(self.shape[1:])
@@ -85,7 +87,7 @@ class Conv(Factor):
 
     def inner(self, other: Factor) -> Tensor:
         same = isinstance(other, Conv) and self.norm_algorithm() == other.norm_algorithm() == "gram"
-        return self.unfolded().inner(other.unfolded()) if same else super().inner(other)
+        return self.unfolded().inner(other.unfolded()) if same else super().inner(other)  # pyright: ignore[reportAttributeAccessIssue]
 
     def gram(self, other: Factor) -> Tensor:
         return self.unfolded().gram(other.unfolded()) if isinstance(other, Conv) else super().gram(other)

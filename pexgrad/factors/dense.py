@@ -56,7 +56,9 @@ class Replay(Factor):
         return replace(self, start=self.start + start, length=length)
 
     def rows(self, out: Tensor | None = None) -> Tensor:
-        return into(out, torch.stack([self.vjp_of_example(b) for b in range(self.start, self.start + self.length)]))
+        return into(
+            out, torch.stack([self.vjp_of_example(b) for b in range(self.start, self.start + self.length)])
+        )
 
     def algorithm(self) -> str:
         return "replayed for each example"

@@ -39,5 +39,5 @@ def _cat(same: list[Factor]) -> Factor:
     for name in ("g", "x", "r", "ids"):
         values = [getattr(f, name, None) for f in same]
         if values[0] is not None:
-            fields[name] = torch.cat(values, 1)
+            fields[name] = torch.cat(values, 1)  # pyright: ignore[reportArgumentType]
     return replace(same[0], **fields)  # type: ignore[type-var]

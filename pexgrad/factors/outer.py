@@ -75,7 +75,7 @@ class Outer(Factor):
         return torch.einsum("bho,bhi->hoi", g, x).reshape(self.shape)
 
     def dot(self, v: Tensor) -> Tensor:
-        b, t, h, o = self.g.shape
+        h, o = self.g.shape[2:]
         v = accumulable(v).conj().reshape(h, o, -1)
         mapped = torch.einsum("bthi,hoi->btho", accumulable(self.x), v)
         return real(mapped * accumulable(self.g)).flatten(1).sum(1)

@@ -34,7 +34,9 @@ class Scatter(Factor):
         return replace(self, g=self.g.narrow(0, start, length), ids=self.ids.narrow(0, start, length))
 
     def rows(self, out: Tensor | None = None) -> Tensor:
-        keys = (torch.arange(self.batch, device=self.ids.device)[:, None] * self.shape[0] + self.ids).flatten()
+        keys = (
+            torch.arange(self.batch, device=self.ids.device)[:, None] * self.shape[0] + self.ids
+        ).flatten()
         g = self.g.flatten(0, 1)
         if out is not None and out.is_contiguous() and out.dtype == g.dtype:
             out.zero_().view(-1, g.shape[1]).index_add_(0, keys, g)
@@ -52,7 +54,9 @@ class Scatter(Factor):
         if is_recorded(self.ids):
             return self.inner(self)
         g = accumulable(self.g).flatten(0, 1)
-        keys = (torch.arange(self.batch, device=self.ids.device)[:, None] * self.shape[0] + self.ids).flatten()
+        keys = (
+            torch.arange(self.batch, device=self.ids.device)[:, None] * self.shape[0] + self.ids
+        ).flatten()
         distinct, place = torch.unique(keys, return_inverse=True)
         sums = g.new_zeros(len(distinct), g.shape[1]).index_add(0, place, g)
         of_key = square(sums).sum(1)

@@ -32,7 +32,9 @@ def each(setting: Any, n: int) -> tuple[int, ...]:
     return tuple(numbers * n if len(numbers) == 1 else numbers)
 
 
-def explicit_padding(x: Tensor, padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[Tensor, Any]:
+def explicit_padding(
+    x: Tensor, padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[Tensor, Any]:
     """Padding as numbers; what `same` adds on one side only is added to x (..., *s) itself."""
     n = len(kernel)
     if not isinstance(padding, str):

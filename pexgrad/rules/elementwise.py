@@ -1,6 +1,6 @@
 """Parameters that are expanded over the batch, which is also how every elementwise operation takes them.
 
-    y[b, ...] = p[...]        G[b] = g[b], summed over the dimensions along which p was repeated
+y[b, ...] = p[...]        G[b] = g[b], summed over the dimensions along which p was repeated
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def expand_self(g: Tensor, *, batch_dim: int, shape: torch.Size, dtype: torch.dt
 @register_rule(aten.prelu.default, "weight", batch_dim=0)
 def prelu_weight(g: Tensor, self: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
     g, x = together(g, self)
-    factor = channels(g.unsqueeze(2) if g.dim() == 2 else g, x.unsqueeze(2) if g.dim() == 2 else x, shape, dtype)
+    factor = channels(
+        g.unsqueeze(2) if g.dim() == 2 else g, x.unsqueeze(2) if g.dim() == 2 else x, shape, dtype
+    )
     g, r = factor.g, factor.r
     assert r is not None
     if shape.numel() == 1:  # one slope for all channels

@@ -1,7 +1,7 @@
 """Linear maps and matrix products.
 
-    y[b, t, o] = sum_i w[o, i] x[b, t, i] + c[o]
-    G_w[b, o, i] = sum_t g[b, t, o] x[b, t, i],    G_c[b, o] = sum_t g[b, t, o]
+y[b, t, o] = sum_i w[o, i] x[b, t, i] + c[o]
+G_w[b, o, i] = sum_t g[b, t, o] x[b, t, i],    G_c[b, o] = sum_t g[b, t, o]
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def together(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def outer(g: Tensor, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Outer:
     """g (b, *t, o) and x (b, *t, i) as a factor of rows (b, o, i)."""
     g, x = together(g, x.conj())
-    return Outer(g.flatten(1, -2).unsqueeze(2), x.flatten(1, -2).unsqueeze(2), shape, dtype)  # (b, t, 1, o), (b, t, 1, i)
+    return Outer(
+        g.flatten(1, -2).unsqueeze(2), x.flatten(1, -2).unsqueeze(2), shape, dtype
+    )  # (b, t, 1, o), (b, t, 1, i)
 
 
 @register_rule(aten.linear.default, "weight")
@@ -41,11 +43,13 @@ def linear_bias(g: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcas
 
 
 @register_rule(aten.bilinear.default, "weight")
-def bilinear_weight(g: Tensor, input1: Tensor, input2: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Outer:
+def bilinear_weight(
+    g: Tensor, input1: Tensor, input2: Tensor, *, shape: torch.Size, dtype: torch.dtype
+) -> Outer:
     pairs = rearrange(input1, "b ... i -> b ... i 1") * rearrange(input2, "b ... j -> b ... 1 j")
     return outer(g, pairs.flatten(-2), shape, dtype)
 
 
 @register_rule(aten.bilinear.default, "bias")
 def bilinear_bias(g: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
-    return linear_bias(g, shape=shape, dtype=dtype)
+    return linear_bias(g, shape=shape, dtype=dtype)  # pyright: ignore[reportReturnType]

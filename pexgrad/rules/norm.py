@@ -39,7 +39,9 @@ def channels(g: Tensor, r: Tensor | None, shape: torch.Size, dtype: torch.dtype)
 
 
 @register_rule(aten.layer_norm.default, "weight")
-def layer_norm_weight(g: Tensor, input: Tensor, *, eps: float, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
+def layer_norm_weight(
+    g: Tensor, input: Tensor, *, eps: float, shape: torch.Size, dtype: torch.dtype
+) -> Broadcast:
     return last_dims(g, F.layer_norm(input, shape, eps=eps), shape, dtype)
 
 

@@ -57,7 +57,11 @@ def register_rule(
     def register(function: RuleFunction) -> RuleFunction:
         rule = replace(as_rule(function, batch_dim), when=when)
         known = [a.name for a in operation._schema.arguments]
-        unknown = [n for n in (operand.split(".")[0], *rule.residuals, *rule.statics) if n not in known and n not in GIVEN]
+        unknown = [
+            n
+            for n in (operand.split(".")[0], *rule.residuals, *rule.statics)
+            if n not in known and n not in GIVEN
+        ]
         if unknown:
             raise InputError(f"{operation} has no argument {', '.join(unknown)}; it has {', '.join(known)}")
         _rules[operation, operand] = rule

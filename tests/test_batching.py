@@ -1,0 +1,215 @@
+"""Ensembles, chunks and loaders, and the small functions of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+from oracle import assert_rows_equal
+from test_lower import TRANSFORMS, assert_same, mlp, named
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, TensorDataset
+
+import pexgrad
+from pexgrad import rows as R
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def models(n=3):
+    return [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)) for _ in range(n)]
+
+
+# --- ensembles ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["crb", "naive"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_an_ensemble_is_its_members(name, strategy):
+    _, _, x, y = mlp()
+    members = models()
+    fn = TRANSFORMS[name](members[0], strategy=strategy)
+    got = pexgrad.ensemble(fn)(pexgrad.stack_params(members), x, y)
+    want = [fn(named(m), x, y) for m in members]
+    assert_same(got, tree_map(lambda *r: torch.stack(r), *want))
+
+
+def test_an_ensemble_agrees_with_vmap():
+    model, _, x, y = mlp()
+    fn, stacked = pexgrad.per_example_grad(model), pexgrad.stack_params(models())
+    assert_same(
+        pexgrad.ensemble(fn)(stacked, x, y), torch.func.vmap(fn, in_dims=(0, None, None))(stacked, x, y)
+    )
+
+
+def test_an_ensemble_with_data_of_its_own():
+    model, _, x, y = mlp()
+    fn, members = pexgrad.per_example_grad_norm(model), models(2)
+    got = pexgrad.ensemble(fn, stacked_data=True)(
+        pexgrad.stack_params(members), torch.stack([x, -x]), torch.stack([y, y.flip(0)])
+    )
+    assert_same(got, torch.stack([fn(named(members[0]), x, y), fn(named(members[1]), -x, y.flip(0))]))
+
+
+def test_an_ensemble_of_a_function_of_nested_parameters():
+    _, _, x, y = mlp()
+    fn = pexgrad.per_example_grad(lambda p, x: torch.tanh(x @ p["a"]["w"]))
+    w = torch.randn(2, 4, 3)
+    got = pexgrad.ensemble(fn)({"a": {"w": w}}, x, y)
+    assert_same(got, {"a": {"w": torch.stack([fn({"a": {"w": v}}, x, y)["a"]["w"] for v in w])}})
+
+
+def test_what_cannot_be_stacked():
+    with pytest.raises(pexgrad.InputError, match="at least one model"):
+        pexgrad.stack_params([])
+    with pytest.raises(pexgrad.InputError, match="model 1 has other parameters"):
+        pexgrad.stack_params([nn.Linear(2, 3), nn.Linear(3, 3)])
+    first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    second.running_mean.add_(1)
+    with pytest.raises(pexgrad.InputError, match="buffer 'running_mean' of model 1"):
+        pexgrad.stack_params([first, second])
+    model, params, x, y = mlp()
+    with pytest.raises(pexgrad.InputError, match="where one number is needed"):
+        pexgrad.ensemble(pexgrad.per_example_grad(model))(params, x, y)
+
+
+# --- chunks and loaders -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 9])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_chunks_are_the_whole(name, size):
+    model, params, x, y = mlp()
+    fn = TRANSFORMS[name](model)
+    assert_same(pexgrad.chunked(fn, size)(params, x, y), fn(params, x, y))
+
+
+def test_an_empty_batch_in_chunks():
+    model, params, x, y = mlp()
+    assert pexgrad.chunked(pexgrad.per_example_grad(model), 2)(params, x[:0], y[:0])["0.weight"].shape == (
+        0,
+        6,
+        4,
+    )
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True])
+def test_chunks_of_no_size(size):
+    with pytest.raises(pexgrad.InputError, match="must be a positive number of examples"):
+        pexgrad.chunked(lambda params, x, y: x, size)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_loader_is_one_batch(name):
+    model, params, x, y = mlp()
+    fn = TRANSFORMS[name](model)
+    assert_same(
+        pexgrad.over_loader(fn, DataLoader(TensorDataset(x, y), batch_size=3))(params), fn(params, x, y)
+    )
+
+
+def test_a_loader_of_other_batches():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    batches = [{"image": x[:2], "label": y[:2]}, {"image": x[2:], "label": y[2:]}]
+    got = pexgrad.over_loader(
+        fn, batches, unpack=lambda b: (b["image"], b["label"]), reduce=lambda rows: R.norms(rows)
+    )(params)
+    assert_same(got, R.norms(fn(params, x, y)))
+    with pytest.raises(pexgrad.InputError, match="neither"):
+        pexgrad.over_loader(fn, [(x, x, y)])(params)
+    with pytest.raises(pexgrad.InputError, match="no batch"):
+        pexgrad.over_loader(fn, [])(params)
+
+
+def test_a_loader_without_targets():
+    model, params, x, _ = mlp()
+    fn = pexgrad.per_example_grad(model, lambda out, _: out.square().sum(1))
+    for batches in ([x[:3], x[3:]], [(x[:3],), (x[3:],)]):
+        assert_same(pexgrad.over_loader(fn, batches)(params), fn(params, x))
+
+
+# --- rows -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rows():
+    return {"w": torch.randn(5, 3, 4), "b": torch.randn(5, 3), "s": torch.randn(5), "none": torch.randn(5, 0)}
+
+
+def matrix(rows):
+    return torch.cat([r.reshape(5, -1) for r in rows.values()], 1)
+
+
+def test_flat_and_back(rows):
+    flat = R.flatten(rows)
+    assert torch.equal(flat, matrix(rows))
+    params = {k: r[0] for k, r in rows.items()}
+    back = R.unflatten(flat, params)
+    assert_rows_equal(back, rows)
+    assert all(r.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for r in back.values())
+    assert torch.equal(R.flatten(params, batch_dims=0), flat[0])
+    assert_same(R.unflatten(flat[0], params), params)
+
+
+def test_one_entry_is_not_copied(rows):
+    assert R.flatten({"w": rows["w"]}).data_ptr() == rows["w"].data_ptr()
+
+
+def test_norms_dots_and_sums(rows):
+    flat, w = matrix(rows), torch.randn(5)
+    torch.testing.assert_close(R.norms(rows), flat.norm(dim=1))
+    assert_same(R.norms(rows, per_param=True), {k: r.reshape(5, -1).norm(dim=1) for k, r in rows.items()})
+    other = {k: torch.randn_like(r) for k, r in rows.items()}
+    torch.testing.assert_close(R.dot(rows, other), (flat * matrix(other)).sum(1))
+    direction = {k: r[0] for k, r in other.items()}
+    torch.testing.assert_close(R.dot(rows, direction), flat @ matrix(other)[0])
+    assert_same(R.mean(rows), {k: r.mean(0) for k, r in rows.items()})
+    assert_same(R.mean(rows, w), {k: torch.tensordot(w, r, 1) / 5 for k, r in rows.items()})
+
+
+def test_clipped_rows(rows):
+    bound = R.norms(rows).median().item()
+    clipped = R.clip(rows, bound)
+    assert (R.norms(clipped) <= bound * (1 + 1e-12)).all()
+    small = R.norms(rows) <= bound
+    assert torch.equal(clipped["w"][small], rows["w"][small])
+
+
+def test_clipped_rows_sum_to_the_clipped_sum():
+    model, params, x, y = mlp()
+    summed = {k: r.sum(0) for k, r in R.clip(pexgrad.per_example_grad(model)(params, x, y), 0.3).items()}
+    assert_same(summed, pexgrad.clipped_grad(model, max_norm=0.3)(params, x, y).grads)
+
+
+def test_half_precision_norms_are_accumulated_in_float32():
+    norms = R.norms({"w": torch.full((2, 70000), 1.0, dtype=torch.float16)})
+    assert norms.dtype == torch.float32 and norms.allclose(torch.tensor(70000.0).sqrt())
+
+
+def test_gradients_for_an_optimiser():
+    model, params, x, y = mlp()
+    grads = pexgrad.clipped_grad(model, max_norm=0.3)(params, x, y).grads
+    R.to_module_grads(model, grads)
+    assert_same({k: p.grad for k, p in model.named_parameters()}, grads)
+    R.to_module_grads(model, {"0.bias": grads["0.bias"]}, accumulate=True)
+    assert_same(model[0].bias.grad, 2 * grads["0.bias"])
+    assert_same(model[2].bias.grad, grads["2.bias"])
+    with pytest.raises(pexgrad.InputError, match="no parameter 'x'"):
+        R.to_module_grads(model, {"0.bias": grads["0.bias"] * 5, "x": grads["0.bias"]})
+    assert_same(model[0].bias.grad, 2 * grads["0.bias"])
+
+
+def test_rows_that_do_not_fit(rows):
+    with pytest.raises(pexgrad.InputError, match="no rows"):
+        R.flatten({})
+    with pytest.raises(pexgrad.InputError, match="dimensions of the entries differ"):
+        R.flatten({"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)})
+    with pytest.raises(pexgrad.InputError, match="expected"):
+        R.unflatten(torch.zeros(5, 9), {"a": torch.zeros(2, 3)})
+    with pytest.raises(pexgrad.InputError, match="'w' has rows"):
+        R.dot(rows, {"w": torch.zeros(2)})
+    with pytest.raises(pexgrad.InputError, match="positive, finite"):
+        R.clip(rows, 0)
+    with pytest.raises(pexgrad.InputError, match="empty"):
+        R.norms({})

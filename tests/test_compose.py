@@ -1,0 +1,367 @@
+"""Calls from anywhere: modes, threads, torch.func transforms, torch.compile, nested parameters, pickle."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import assert_rows_equal, rows_of
+from test_lower import TRANSFORMS, assert_same, mlp, named, small
+from torch.utils._pytree import tree_map
+
+import pexgrad
+
+pytestmark = pytest.mark.usefixtures("double")
+
+STRATEGIES = ("crb", "multi", "naive")
+
+
+def members(stacked):
+    return [{k: p[i] for k, p in stacked.items()} for i in range(len(next(iter(stacked.values()))))]
+
+
+def stack(results):
+    return tree_map(lambda *r: torch.stack(r), *results)
+
+
+def ensemble_of(params, n=2):
+    return {k: torch.stack([p.detach() * (1 + i / 10) for i in range(n)]) for k, p in params.items()}
+
+
+# --- modes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_where_autograd_is_off(mode, strategy, traced):
+    model, params, x, y = small()
+    fn = pexgrad.per_example_grad(model, strategy=strategy)
+    if traced:
+        fn(params, x, y)
+    with mode():
+        rows = fn(params, x, y)
+    assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+    assert not any(r.requires_grad for r in rows.values())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tensors_made_in_inference_mode(strategy, inside):
+    model, params, x, y = small()
+    fn = pexgrad.per_example_grad(model, strategy=strategy)
+    with torch.inference_mode():
+        made = tree_map(torch.clone, (params, x, y))
+    with torch.inference_mode(inside):
+        rows = fn(*made)
+    assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+
+
+def test_the_jacobian_in_inference_mode():
+    model, params, x, y = small()
+    want = pexgrad.per_example_jacobian(model)(params, x, y)
+    with torch.inference_mode():
+        J = pexgrad.per_example_jacobian(model)(params, x, y)
+        assert_rows_equal(J.rows(), want.rows())
+        torch.testing.assert_close(J.norms(), want.norms())
+        torch.testing.assert_close(J @ params, want @ params)
+
+
+def test_rows_for_a_second_derivative_in_no_grad():
+    model, params, x, y = mlp()
+    with torch.no_grad():
+        rows = pexgrad.per_example_grad(model, create_graph=True)(params, x, y)
+    assert all(r.requires_grad for r in rows.values())
+
+
+def test_the_mode_is_left_as_it_was():
+    model, params, x, y = mlp()
+    with torch.inference_mode():
+        pexgrad.per_example_grad(model)(params, x, y)
+        assert torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+
+
+def test_autocast():
+    model, params, x, y = mlp()
+    model = model.float()
+    params, x = named(model), x.float()
+    fn = pexgrad.per_example_grad(model)
+    exact = fn(params, x, y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rows = fn(params, x, y)
+        want = rows_of(model, F.cross_entropy, x, y)
+    assert all(r.dtype == torch.float32 for r in rows.values())
+    assert_rows_equal(rows, {k: w.float() for k, w in want.items()}, tol=2e-2)
+    assert any(not torch.equal(rows[k], exact[k]) for k in rows)
+
+
+def test_deterministic_mode():
+    model, params, x, y = small()
+    torch.use_deterministic_algorithms(True)
+    try:
+        rows = pexgrad.per_example_grad(model)(params, x, y)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+
+
+def test_threads():
+    """Several threads share one function, whose first calls trace, and each has one of its own."""
+    model, params, x, y = mlp()
+    want = rows_of(model, F.cross_entropy, x, y)
+    shared, answers, start = pexgrad.per_example_grad(model), [], threading.Barrier(4)
+
+    def work():
+        start.wait()
+        answers.append(shared(params, x, y))
+        answers.append(pexgrad.per_example_grad(model)(params, x, y))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(answers) == 8 and shared.trace_count == 1
+    for rows in answers:
+        assert_rows_equal(rows, want)
+
+
+# --- torch.func -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_vmap_over_parameters_and_data(name):
+    model, params, x, y = small()
+    fn, stacked = TRANSFORMS[name](model), ensemble_of(params)
+    xs, ys = torch.stack([x, x.flip(0)], 1), torch.stack([y, y.flip(0)])
+    got = torch.func.vmap(fn, in_dims=(0, 1, 0))(stacked, xs, ys)
+    want = [fn(m, *xy) for m, xy in zip(members(stacked), [(x, y), (x.flip(0), y.flip(0))], strict=True)]
+    assert_same(got, stack(want))
+
+
+def test_nested_vmap():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    three = ensemble_of(params, 3)
+    grid = {k: torch.stack([p, -p]) for k, p in three.items()}
+    xs = torch.stack([x, 2 * x, 3 * x])
+    got = torch.func.vmap(torch.func.vmap(fn, in_dims=(0, 0, None)), in_dims=(0, None, None))(grid, xs, y)
+    want = stack([stack([fn(m, xs[i], y) for i, m in enumerate(members(row))]) for row in members(grid)])
+    assert_same(got, want)
+    assert got["0.weight"].shape == (2, 3, 4, 6, 4)
+
+
+def test_plain_tensors_inside_vmap():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad_norm(model)
+    got = torch.func.vmap(lambda s: s * fn(params, x, y))(torch.tensor([1.0, 2.0]))
+    torch.testing.assert_close(got, torch.stack([fn(params, x, y), 2 * fn(params, x, y)]))
+
+
+def test_vmap_under_autocast():
+    model, params, x, y = mlp()
+    model = model.float()
+    params, x = named(model), x.float()
+    fn, stacked = pexgrad.per_example_grad(model), ensemble_of(params)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.func.vmap(fn, in_dims=(0, None, None))(stacked, x, y)
+        want = stack([fn(m, x, y) for m in members(stacked)])
+    assert_same(got, want, 1e-2)
+
+
+def test_buffers_are_read_at_each_call():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
+    params, x, y = named(model), torch.randn(5, 4), torch.arange(5) % 3
+    fn, stacked = pexgrad.per_example_grad(model), ensemble_of(named(model))
+    torch.func.vmap(fn, in_dims=(0, None, None))(stacked, x, y)
+    model[1].running_mean = torch.randn(3)
+    got = torch.func.vmap(fn, in_dims=(0, None, None))(stacked, x, y)
+    assert_same(got, stack([fn(m, x, y) for m in members(stacked)]))
+    assert set(params) == set(got)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # torch's own, on the first jvp
+def test_grad_and_jvp_of_rows():
+    model, params, x, y = mlp()
+    params = {k: p.detach().requires_grad_() for k, p in params.items()}
+    fn = pexgrad.per_example_grad(model, create_graph=True)
+
+    def total(p):
+        return sum(r.sin().sum() for r in fn(p, x, y).values())
+
+    detached = {k: p.detach() for k, p in params.items()}
+    got = torch.func.grad(total)(detached)
+    assert_same(list(got.values()), torch.autograd.grad(total(params), list(params.values())))
+    _, tangent = torch.func.jvp(total, (detached,), (detached,))
+    torch.testing.assert_close(tangent, sum((got[k] * p).sum() for k, p in detached.items()))
+
+
+def test_what_does_not_compose_says_so():
+    model, params, x, y = mlp()
+    stacked = ensemble_of(params)
+
+    def over(fn, **options):
+        return torch.func.vmap(lambda p: fn(p, x, y, **options))(stacked)
+
+    fn = pexgrad.per_example_grad(model)
+    with pytest.raises(pexgrad.InputError, match="needs PerExampleGrad with create_graph=True"):
+        torch.func.grad(lambda p: fn(p, x, y)["0.bias"].sum())(params)
+    with pytest.raises(pexgrad.InputError, match="PerExampleGrad takes no out= inside"):
+        over(fn, out=fn(params, x, y))
+    with pytest.raises(pexgrad.InputError, match="ClippedGrad takes no mask= inside"):
+        over(pexgrad.clipped_grad(model, max_norm=1.0), mask=torch.ones(4, dtype=torch.bool))
+    with pytest.raises(pexgrad.InputError, match="PerExampleJacobian returns an operator"):
+        over(pexgrad.per_example_jacobian(model))
+    with pytest.raises(pexgrad.TraceError, match="strategy='multi' has no flat graph"):
+        over(pexgrad.per_example_grad(model, strategy="multi"))
+
+
+# --- torch.compile ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["value_and_grad", "norm", "norm_per_param", "clipped"])
+def test_compiled(name):
+    model, params, x, y = mlp()
+    fn = TRANSFORMS[name](model)
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    for b in (4, 3):
+        assert_same(compiled(params, x[:b], y[:b]), fn(params, x[:b], y[:b]))
+
+
+def test_inside_a_compiled_function():
+    """With operations before and after, a cast, a mask, nested parameters and a vmap."""
+    model, params, x, y = mlp()
+    rows, clipped = pexgrad.per_example_grad(model), pexgrad.clipped_grad(model, max_norm=0.3)
+    nested = pexgrad.per_example_grad(lambda p, x: torch.tanh(x @ p["a"]["w"]))
+    stacked = ensemble_of(params)
+
+    def step(params, x, y, mask, w):
+        squares = {k: (r * r).sum() for k, r in rows({k: 2 * p for k, p in params.items()}, x + 1, y).items()}
+        some = clipped(params, x, y, mask=mask)
+        every = torch.func.vmap(rows, in_dims=(0, None, None))(stacked, x, y)
+        return squares, some, nested({"a": {"w": w}}, x, y), every
+
+    args = params, x, y, torch.tensor([True, False, True, False]), torch.randn(4, 3)
+    assert_same(torch.compile(step, fullgraph=True, backend="aot_eager")(*args), step(*args))
+
+
+def test_autocast_inside_a_compiled_function():
+    model, params, x, y = mlp()
+    model = model.float()
+    params, x = named(model), x.float()
+    fn = pexgrad.per_example_grad(model)
+
+    def step(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return fn(params, x, y)
+
+    got, plain = torch.compile(step, fullgraph=True, backend="aot_eager")(x), fn(params, x, y)
+    assert_same(got, step(x), 1e-6)
+    assert any(not torch.equal(got[k], plain[k]) for k in plain)
+
+
+def test_what_is_not_one_operation_runs_between_two_graphs():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model, create_graph=True)
+    rows = torch.compile(lambda x: fn(params, x + 1, y), backend="aot_eager")(x)
+    assert all(r.requires_grad for r in rows.values())
+    assert_rows_equal(rows, fn(params, x + 1, y))
+
+
+# --- functions of nested parameters -------------------------------------------------------------------
+
+
+def flat_params():
+    return {"in.w": torch.randn(4, 6), "in.b": torch.randn(6), "out": torch.randn(6, 3)}
+
+
+def nested_params(flat):
+    return {"in": {"w": flat["in.w"], "b": flat["in.b"]}, "out": flat["out"]}
+
+
+def flat_net(p, x):
+    return torch.tanh(x @ p["in.w"] + p["in.b"]) @ p["out"]
+
+
+def nested_net(p, x):
+    return torch.tanh(x @ p["in"]["w"] + p["in"]["b"]) @ p["out"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_nested_parameters_give_a_nested_result(name, strategy):
+    flat, x, y = flat_params(), torch.randn(5, 4), torch.arange(5) % 3
+    fns = [TRANSFORMS[name](f, strategy=strategy) for f in (nested_net, flat_net)]
+    got, want = fns[0](nested_params(flat), x, y), fns[1](flat, x, y)
+    assert_same(got, want)
+    part = got.grads if name == "clipped" else got[1] if name == "value_and_grad" else got
+    if name != "norm":
+        assert list(part) == ["in", "out"] and list(part["in"]) == ["w", "b"]
+
+
+def test_nested_parameters_of_a_module():
+    model, params, x, y = mlp()
+    nested = {i: {"weight": params[f"{i}.weight"], "bias": params[f"{i}.bias"]} for i in "02"}
+    fn = pexgrad.per_example_grad(model)
+    assert_same(fn(nested, x, y), fn(params, x, y))
+
+
+def test_nested_parameters_are_traced_once():
+    flat, x, y = flat_params(), torch.randn(5, 4), torch.arange(5) % 3
+    fn = pexgrad.per_example_grad(nested_net)
+    for b in (5, 3, 4):
+        fn(nested_params(flat), x[:b], y[:b])
+    assert fn.trace_count == 1
+
+
+def test_nested_rows_into_a_buffer():
+    flat, x, y = flat_params(), torch.randn(5, 4), torch.arange(5) % 3
+    fn = pexgrad.per_example_grad(nested_net)
+    first = fn(nested_params(flat), x, y)
+    again = fn(nested_params(flat), x + 1, y, out=first)
+    assert again["in"]["w"].data_ptr() == first["in"]["w"].data_ptr()
+
+
+def test_one_name_for_two_parameters_is_refused():
+    w = torch.randn(4, 3)
+    with pytest.raises(pexgrad.InputError, match=r"two entries for 'a\.w'"):
+        pexgrad.per_example_grad(lambda p, x: x @ p["a.w"])(
+            {"a.w": w, "a": {"w": w}}, torch.randn(2, 4), torch.zeros(2).long()
+        )
+
+
+def test_vmap_over_nested_parameters():
+    flat, x, y = flat_params(), torch.randn(5, 4), torch.arange(5) % 3
+    fn = pexgrad.per_example_grad(nested_net)
+    stacked = ensemble_of(flat)
+    got = torch.func.vmap(fn, in_dims=(0, None, None))(nested_params(stacked), x, y)
+    assert_same(got, stack([fn(nested_params(m), x, y) for m in members(stacked)]))
+
+
+# --- pickle -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("again", [lambda f: pickle.loads(pickle.dumps(f)), copy.copy, copy.deepcopy])
+def test_a_function_can_be_pickled_and_copied(again, traced):
+    model, params, x, y = mlp()
+    fn = pexgrad.clipped_grad(model, nn.CrossEntropyLoss(), max_norm=0.3)
+    want = fn(params, x, y) if traced else None
+    other = again(fn)
+    assert other.trace_count == 0 and other.sensitivity == 0.3
+    assert_same(other(params, x, y), want if traced else fn(params, x, y))
+
+
+def test_a_function_that_cannot_be_pickled_says_why():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model, lambda out, y: F.cross_entropy(out, y))
+    with pytest.raises(pexgrad.PexgradError, match="because its loss cannot"):
+        pickle.dumps(fn)
+    assert_rows_equal(copy.deepcopy(fn)(params, x, y), fn(params, x, y))
+    with pytest.raises(pexgrad.PexgradError, match="because its model cannot"):
+        pickle.dumps(pexgrad.per_example_grad(lambda p, x: x))

@@ -1,0 +1,108 @@
+"""Convolutions: the properties, every way to compute a row, and the loop over a grid of arguments."""
+
+from __future__ import annotations
+
+import itertools
+
+import properties
+import pytest
+import torch
+import torch.nn as nn
+from hypothesis import given, settings
+from oracle import assert_rows_equal
+from strategies import CONV, conv_configs, transposed_configs
+
+pytestmark = [
+    pytest.mark.usefixtures("double"),
+    pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning"),
+]
+
+RULES = ("grouped", "unfold", "loop", "auto")
+CHECKS = [check for name, check in vars(properties).items() if name.startswith("check_")]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@given(config=conv_configs())
+def test_properties(check, config):
+    check(*config.build())
+
+
+@given(config=conv_configs())
+@settings(max_examples=40)
+def test_every_way_gives_the_same_rows(config):
+    layer, x = config.build()
+    for rule in RULES:
+        properties.check_against_the_loop(layer, x, conv_rule=rule)
+
+
+@given(config=transposed_configs())
+@settings(max_examples=40)
+def test_transposed(config):
+    properties.check_against_the_loop(*config.build())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("stride", "dilation", "groups"), list(itertools.product([1, 2, 3], [1, 2], [1, 2])))
+def test_conv1d_against_the_loop(stride, dilation, groups, rule):
+    """With the strides here, the output does and does not reach the end of the input."""
+    layer = nn.Conv1d(2, 4, 3, stride, padding=1, dilation=dilation, groups=groups)
+    for size in (9, 10):
+        properties.check_against_the_loop(layer, torch.randn(2, 2, size), conv_rule=rule, verify=False)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("padding", [0, 2, (1, 2), "same", "valid"])
+@pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
+def test_conv2d_padding(padding, mode, rule):
+    layer = nn.Conv2d(2, 3, (2, 3), padding=padding, padding_mode=mode, dilation=(2, 1))
+    properties.check_against_the_loop(layer, torch.randn(2, 2, 5, 6), conv_rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("case", ["pointwise", "depthwise", "whole", "one_pixel", "one_channel"])
+def test_extremes(case, dims, rule):
+    build = CONV[dims - 1]
+    layer, size = {
+        "pointwise": (build(4, 6, 1), 3),
+        "depthwise": (build(4, 8, 3, groups=4, padding=1), 4),
+        "whole": (build(2, 3, 4), 4),
+        "one_pixel": (build(2, 3, 3, padding=1), 1),
+        "one_channel": (build(1, 1, 2, stride=2), 5),
+    }[case]
+    properties.check_against_the_loop(
+        layer, torch.randn(3, layer.in_channels, *[size] * dims), conv_rule=rule
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_each_operand_has_a_rule_of_its_own(frozen, rule):
+    layer = nn.Conv2d(2, 3, 3)
+    getattr(layer, frozen).requires_grad_(False)
+    properties.check_against_the_loop(layer, torch.randn(3, 2, 5, 5), conv_rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_batch_equal_to_every_size(rule):
+    properties.check_against_the_loop(nn.Conv2d(3, 3, 3, padding=1), torch.randn(3, 3, 3, 3), conv_rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_chunks(rule):
+    layer, x = nn.Conv2d(2, 3, 3, stride=2), torch.randn(5, 2, 6, 6)
+    c = properties.cotangent_of(layer, x)
+    want = properties.rows(layer, x, c, strategy="naive")
+    assert_rows_equal(properties.rows(layer, x, c, conv_rule=rule, chunk_size=2), want)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_can_be_differentiated(rule):
+    layer, x = nn.Conv2d(2, 2, 2, stride=2, groups=2), torch.randn(2, 2, 5, 4, requires_grad=True)
+    c = properties.cotangent_of(layer, x).detach().requires_grad_()
+
+    def value(**options):
+        rows = properties.rows(layer, x, c, create_graph=True, **options)
+        return torch.autograd.grad(rows["weight"].sin().sum(), [x, c])
+
+    torch.testing.assert_close(value(conv_rule=rule), value(strategy="naive"))

@@ -1,0 +1,120 @@
+"""The site and the docstrings: what they show runs, and the site builds without a warning."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import pexgrad
+from pexgrad.rules import registry
+
+ROOT = Path(__file__).parent.parent
+FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def modules():
+    """Every module with examples in its docstrings; the demo's need extras of their own."""
+    names = [m.name for m in pkgutil.walk_packages(pexgrad.__path__, "pexgrad.")]
+    sources = {n: importlib.util.find_spec(n).origin for n in names if not re.search(r"demo|__main__", n)}
+    return [n for n, path in sources.items() if ">>>" in Path(path).read_text(encoding="utf-8")]
+
+
+@pytest.fixture
+def namespace():
+    """The names that docstrings take for granted: a model, five examples, their rows, and what goes with them."""
+    model = torch.nn.Linear(3, 2)
+    params, x, y = dict(model.named_parameters()), torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    public = {k: v for k, v in vars(pexgrad).items() if not k.startswith("_")}
+    return public | {
+        "torch": torch,
+        "model": model,
+        "models": [torch.nn.Linear(3, 2) for _ in range(4)],
+        "params": params,
+        "x": x,
+        "y": y,
+        "grads": pexgrad.per_example_grad(model)(params, x, y),
+        "optimiser": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data": TensorDataset(torch.randn(1000, 3), torch.randint(2, (1000,))),
+        "DataLoader": DataLoader,
+    }
+
+
+@pytest.fixture
+def same_rules(monkeypatch):
+    """What an example registers is forgotten afterwards."""
+    monkeypatch.setattr(registry, "_rules", dict(registry._rules))
+
+
+class Checker(doctest.OutputChecker):
+    """A line that shows no output may have any."""
+
+    def check_output(self, want, got, optionflags):
+        return not want or super().check_output(want, got, optionflags)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstrings(name, namespace, same_rules):
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner(Checker(), optionflags=doctest.NORMALIZE_WHITESPACE)
+    for test in doctest.DocTestFinder().find(module, globs=vars(module) | namespace):
+        runner.run(test)
+    assert runner.tries > 0 and runner.failures == 0
+
+
+@pytest.mark.parametrize(
+    ("library", "title"), [("torch", "torch.func"), ("opacus", "Opacus"), ("jax", "JAX")]
+)
+@pytest.mark.filterwarnings("ignore")  # of the other library's
+def test_the_other_library_gives_the_same_rows(library, title):
+    """`docs/coming-from.md`: the block of the other library and the one beside it, after the common start."""
+    pytest.importorskip(library)
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    section = text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    start = next(source for language, source in FENCE.findall(text) if language == "python")
+    blocks = FENCE.findall(section)
+    assert [language for language, _ in blocks] == ["py", "python"]
+    names = {}
+    for source in (start, *(source for _, source in blocks)):
+        exec(source, names)
+    assert names["rows"].keys() == names["ours"].keys()
+    for k, row in names["rows"].items():
+        theirs = torch.tensor(row.tolist()) if library == "jax" else row
+        torch.testing.assert_close(theirs, names["ours"][k], rtol=1e-3, atol=1e-5)
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    operations = (tmp_path / "operations" / "index.html").read_text(encoding="utf-8")
+    assert "aten.conv2d.default" in operations
+    reference = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    public = [k for k, v in vars(pexgrad).items() if getattr(v, "__module__", "").startswith("pexgrad.")]
+    assert [k for k in public if f'.{k}"' not in reference] == []  # every public name has an entry
+    fetched = re.compile(r"<(?:script|link)[^>]*(?:src|href)=\"?https?://(?!pexgrad)")
+    assert not [page for page in tmp_path.rglob("*.html") if fetched.search(page.read_text(encoding="utf-8"))]
+
+
+def test_examples_that_the_pages_name_exist():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"`(examples/\w+\.py)`", page.read_text(encoding="utf-8"))
+    }
+    assert named and all((ROOT / name).exists() for name in named)

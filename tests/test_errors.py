@@ -1,0 +1,194 @@
+"""Bad input: every error is a `PexgradError` that has the numbers in it and says what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+from cases.case import Net, labels, wave
+
+import pexgrad
+from pexgrad import PexgradError, clipped_grad, per_example_grad, per_example_value_and_grad
+
+pytestmark = pytest.mark.usefixtures("double")
+
+STRATEGIES = pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
+
+
+def named(model):
+    return dict(model.named_parameters())
+
+
+def model():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
+
+
+def batch(b=3):
+    return torch.randn(b, 4), labels(b)
+
+
+@STRATEGIES
+def test_batch_sizes_of_x_and_y_disagree(strategy):
+    net = model()
+    with pytest.raises(PexgradError, match=r"(?s)3.*2|2.*3"):
+        per_example_grad(net, strategy=strategy)(named(net), torch.randn(3, 4), labels(2))
+
+
+@STRATEGIES
+def test_batch_sizes_of_two_inputs_disagree(strategy):
+    net = Net(lambda s, x, z: s.lin(x) + z.mean(), lin=nn.Linear(4, 5))
+    with pytest.raises(PexgradError, match=r"(?s)3.*7|7.*3"):
+        per_example_grad(net, wave, strategy=strategy)(
+            named(net), (torch.randn(3, 4), torch.randn(7, 4)), None
+        )
+
+
+@STRATEGIES
+def test_batch_sizes_deep_inside_disagree(strategy):
+    net = Net(lambda s, batch: s.lin(batch["a"][0]), lin=nn.Linear(4, 5))
+    x = ({"a": [torch.randn(3, 4), torch.randn(6)]},)
+    with pytest.raises(PexgradError, match=r"(?s)3.*6|6.*3"):
+        per_example_grad(net, wave, strategy=strategy)(named(net), x, None)
+
+
+@STRATEGIES
+def test_a_tensor_without_a_batch_dimension(strategy):
+    net = Net(lambda s, x, t: s.lin(x) * t, lin=nn.Linear(4, 5))
+    with pytest.raises(PexgradError, match=r"(?i)dimension"):
+        per_example_grad(net, wave, strategy=strategy)(
+            named(net), (torch.randn(3, 4), torch.tensor(2.0)), None
+        )
+
+
+@STRATEGIES
+@pytest.mark.parametrize("x", [None, (), {}, (None, 3), 2.0], ids=repr)
+def test_no_tensor_among_the_inputs(x, strategy):
+    net = model()
+    with pytest.raises(PexgradError, match=r"(?i)tensor"):
+        per_example_grad(net, strategy=strategy)(named(net), x, labels(3))
+
+
+@STRATEGIES
+def test_unknown_parameter_name(strategy):
+    net, (x, y) = model(), batch()
+    with pytest.raises(PexgradError, match=r"(?s)3\.weight"):
+        per_example_grad(net, strategy=strategy)({**named(net), "3.weight": torch.randn(5)}, x, y)
+
+
+def test_unknown_parameter_name_with_a_near_one_says_which_there_are():
+    net, (x, y) = model(), batch()
+    with pytest.raises(PexgradError, match=r"(?s)2\.weigth.*2\.weight"):
+        per_example_grad(net)({"2.weigth": net[2].weight}, x, y)
+
+
+def test_the_second_name_of_a_tied_parameter():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    with pytest.raises(PexgradError, match=r"(?s)1\.weight"):
+        per_example_grad(net, wave)({"1.weight": net[1].weight}, torch.randn(3, 4), None)
+
+
+@STRATEGIES
+def test_wrong_shape_of_a_parameter(strategy):
+    net, (x, y) = model(), batch()
+    with pytest.raises(PexgradError, match=r"(?s)0\.weight.*(6, 4|\[6, 4\]|4, 6)"):
+        per_example_grad(net, strategy=strategy)({**named(net), "0.weight": torch.randn(4, 6)}, x, y)
+
+
+@STRATEGIES
+def test_a_shape_that_would_broadcast_is_wrong_as_well(strategy):
+    net, (x, y) = model(), batch()
+    with pytest.raises(PexgradError, match=r"(?s)0\.bias.*6"):
+        per_example_grad(net, strategy=strategy)({**named(net), "0.bias": torch.randn(1)}, x, y)
+
+
+@STRATEGIES
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_integer_parameters(dtype, strategy):
+    with pytest.raises(PexgradError, match=r"(?is)w.*(int64|bool|uint8)"):
+        per_example_grad(lambda p, x: x * p["w"], wave, strategy=strategy)(
+            {"w": torch.ones(4).to(dtype)}, torch.randn(3, 4), None
+        )
+
+
+@STRATEGIES
+def test_no_parameters(strategy):
+    net, (x, y) = model(), batch()
+    with pytest.raises(PexgradError, match=r"(?i)empty|no parameter"):
+        per_example_grad(net, strategy=strategy)({}, x, y)
+
+
+@pytest.mark.parametrize(
+    "params", [[torch.randn(5, 4)], None, "weights", 3], ids=["list", "none", "text", "number"]
+)
+def test_parameters_that_are_no_dictionary(params):
+    net, (x, y) = model(), batch()
+    with pytest.raises(PexgradError, match=r"(?i)dict|mapping"):
+        per_example_grad(net)(params, x, y)
+
+
+def test_the_parameters_of_the_module_as_they_come():
+    net, (x, y) = model(), batch()
+    with pytest.raises(PexgradError, match=r"(?i)dict|mapping"):
+        per_example_grad(net)(net.parameters(), x, y)
+
+
+def test_an_entry_that_is_no_tensor():
+    net, (x, y) = model(), batch()
+    with pytest.raises(PexgradError, match=r"(?s)0\.bias"):
+        per_example_grad(net)({**named(net), "0.bias": [0.0] * 6}, x, y)
+
+
+@pytest.mark.parametrize("bad", [0, 0.0, -1, -0.5, float("nan"), "1"], ids=repr)
+def test_max_norm(bad):
+    with pytest.raises(PexgradError, match=r"(?s)max_norm"):
+        net, (x, y) = model(), batch()
+        clipped_grad(net, max_norm=bad)(named(net), x, y)
+
+
+@pytest.mark.parametrize("bad", [-2.5, float("nan")])
+def test_max_norm_has_its_value_in_the_message(bad):
+    net, (x, y) = model(), batch()
+    with pytest.raises(PexgradError, match=str(bad)):
+        clipped_grad(net, max_norm=bad)(named(net), x, y)
+
+
+@pytest.mark.parametrize("transform", [per_example_grad, per_example_value_and_grad])
+@pytest.mark.parametrize(
+    ("option", "bad", "say"),
+    [
+        ("strategy", "vmap", r"(?s)vmap.*crb"),
+        ("strategy", None, r"(?s)None.*crb"),
+        ("conv_rule", "fft", r"(?s)fft.*grouped"),
+        ("chunk_size", 0, r"(?s)chunk_size.*0"),
+        ("chunk_size", -3, r"(?s)chunk_size.*-3"),
+        ("chunk_size", 2.5, r"(?s)chunk_size.*2\.5"),
+    ],
+)
+def test_options(transform, option, bad, say):
+    with pytest.raises(PexgradError, match=say):
+        net, (x, y) = model(), batch()
+        transform(net, **{option: bad})(named(net), x, y)
+
+
+def test_a_model_that_cannot_be_called():
+    with pytest.raises(PexgradError, match=r"(?i)module|function|callable"):
+        per_example_grad(3)({"w": torch.randn(2)}, torch.randn(3, 2), None)
+
+
+def test_a_loss_that_cannot_be_called():
+    net, (x, y) = model(), batch()
+    with pytest.raises(PexgradError, match=r"(?i)loss"):
+        per_example_grad(net, "cross_entropy")(named(net), x, y)
+
+
+def test_every_error_is_one_of_ours():
+    names = [e for e in vars(pexgrad).values() if isinstance(e, type) and issubclass(e, Exception)]
+    assert PexgradError in names
+    assert all(issubclass(e, PexgradError) for e in names)
+
+
+def test_without_a_graph_the_line_and_the_remedy_are_named():
+    net = Net(lambda s, x: s.lin(x) if x.sum() > 0 else -s.lin(x), lin=nn.Linear(4, 5))
+    with pytest.raises(PexgradError, match=r'(?s)test_errors\.py:\d+.*strategy="naive"'):
+        per_example_grad(net)(named(net), *batch())

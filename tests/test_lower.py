@@ -1,0 +1,233 @@
+"""The flat graph of a call: its numbers, its operations, and everywhere it runs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from models import each, pick
+from oracle import assert_rows_equal, copied, live, relative_error
+from torch.utils._pytree import tree_leaves, tree_map
+
+import pexgrad
+
+pytestmark = pytest.mark.usefixtures("double")
+
+# A few of each kind: in place, tied, views of parameters, folds, ids, a fallback, a loss for one example.
+FEW = pick("""
+    layer_norm tied_embedding_and_head weight_norm sliced_weights columns_written time_inside_the_batch
+    relu_and_residual_in_place frozen_backbone losses_over_tokens
+""")
+TRANSFORMS = {
+    "rows": pexgrad.per_example_grad,
+    "value_and_grad": pexgrad.per_example_value_and_grad,
+    "norm": pexgrad.per_example_grad_norm,
+    "norm_per_param": functools.partial(pexgrad.per_example_grad_norm, per_param=True),
+    "clipped": functools.partial(pexgrad.clipped_grad, max_norm=0.3),
+}
+
+
+def assert_same(got, want, tol=1e-9):
+    got, want = tree_leaves(got), tree_leaves(want)
+    assert [g.shape for g in got] == [w.shape for w in want]
+    floor = max(1e-4 * sum(w.norm() ** 2 for w in want) ** 0.5, 1e-12)
+    assert all(relative_error(g, w, floor) < tol for g, w in zip(got, want, strict=True) if w.numel())
+
+
+def named(model):
+    return dict(model.named_parameters())
+
+
+def small():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(32, 3, bias=False)
+    )
+    return model, named(model), torch.randn(4, 1, 4, 4), torch.tensor([0, 2, 1, 1])
+
+
+def mlp():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    return model, named(model), torch.randn(4, 4), torch.tensor([0, 2, 1, 1])
+
+
+@each(FEW)
+def test_same_numbers_as_the_function_and_over_stacked_parameters(case):
+    model, x, y, loss = case.build()
+    fn = pexgrad.per_example_grad(model, loss)
+    graph = fn.lower(named(model), copied(x), copied(y))
+    assert_same(graph(named(model), copied(x), copied(y)), fn(named(model), copied(x), copied(y)))
+    assert list(graph(named(model), copied(x), copied(y))) == list(live(model))
+    stacked = {k: torch.stack([p.detach(), p.detach() * 1.1]) for k, p in named(model).items()}
+    want = [fn({k: p[i] for k, p in stacked.items()}, copied(x), copied(y)) for i in range(2)]
+    got = torch.func.vmap(fn, in_dims=(0, None, None))(stacked, copied(x), copied(y))
+    assert_same(got, {k: torch.stack([w[k] for w in want]) for k in want[0]})
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_every_transform(name):
+    model, params, x, y = small()
+    fn = TRANSFORMS[name](model)
+    graph = fn.lower(params, x, y)
+    for b in (4, 3, 1):
+        assert_same(graph(params, x[:b], y[:b]), fn(params, x[:b], y[:b]))
+    assert graph.meta["batch"] == "any"
+
+
+def test_norms_of_repeated_ids():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(12, 3))
+    x, y = torch.tensor([[0, 0, 1, 0], [4, 3, 3, 4]]), torch.tensor([0, 1])
+    fn = pexgrad.per_example_grad_norm(model)
+    graph = fn.lower(named(model), x, y)
+    assert_same(graph(named(model), x, y), fn(named(model), x, y))
+
+
+def test_only_functional_operations():
+    model, params, x, y = mlp()
+    model.insert(1, nn.ReLU(inplace=True))
+    params = named(model)
+    graph = pexgrad.per_example_grad(model).lower(params, x, y)
+    targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
+    overloads = [t for t in targets if isinstance(t, torch._ops.OpOverload)]
+    assert overloads and not any(t._schema.is_mutable for t in overloads)
+    assert {n.op for n in graph.graph.nodes} <= {
+        "placeholder",
+        "call_function",
+        "call_method",
+        "get_attr",
+        "output",
+    }
+
+
+def test_it_prints_with_names_and_shapes():
+    model, params, x, y = small()
+    text = pexgrad.per_example_grad(model).lower(params, x, y).print_readable(print_output=False)
+    assert "params_0_weight" in text and "result_3_weight" in text
+    assert 'result_0_weight: "f64[s' in text and "2, 1, 3, 3]" in text
+
+
+def test_parameters_left_out_are_the_models_own():
+    model, params, x, y = mlp()
+    some = {k: params[k] for k in ("2.weight", "0.bias")}
+    fn = pexgrad.per_example_grad(model)
+    graph = fn.lower(some, x, y)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert_rows_equal(graph(some, x, y), fn(some, x, y))
+    assert "0_weight" in dict(graph.named_buffers()) and not list(graph.parameters())
+
+
+def test_a_loss_for_one_example_makes_a_graph_for_one_batch_size():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model, lambda out, y: F.cross_entropy(out * 2, y))
+    graph = fn.lower(params, x, y)
+    assert graph.meta["batch"] == 4
+    assert_rows_equal(graph(params, x, y), fn(params, x, y))
+    assert_rows_equal(fn.lower(params, x[:2], y[:2])(params, x[:2], y[:2]), fn(params, x[:2], y[:2]))
+
+
+def test_nested_parameters():
+    params = {"in": {"w": torch.randn(4, 6)}, "out": torch.randn(6, 3)}
+    fn = pexgrad.per_example_grad(lambda p, x: torch.tanh(x @ p["in"]["w"]) @ p["out"])
+    x, y = torch.randn(5, 4), torch.arange(5) % 3
+    graph = fn.lower(params, x, y)
+    assert_same(graph(params, x, y), fn(params, x, y))
+    assert graph(params, x, y)["in"]["w"].shape == (5, 4, 6)
+
+
+def test_vmap_over_parameters_and_over_data():
+    model, params, x, y = mlp()
+    fn = pexgrad.clipped_grad(model, max_norm=0.3)
+    graph = fn.lower(params, x, y)
+    stacked = {k: torch.stack([p.detach(), p.detach() * 1.1]) for k, p in params.items()}
+    members = [{k: p[i] for k, p in stacked.items()} for i in range(2)]
+    want = tree_map(lambda *r: torch.stack(r), *(fn(m, x, y) for m in members))
+    assert_same(torch.func.vmap(graph, in_dims=(0, None, None))(stacked, x, y), want)
+    xs, ys = torch.stack([x, x.flip(0)]), torch.stack([y, y.flip(0)])
+    want = tree_map(
+        lambda *r: torch.stack(r),
+        *(fn(m, *xy) for m, xy in zip(members, [(x, y), (x.flip(0), y.flip(0))], strict=True)),
+    )
+    assert_same(torch.func.vmap(graph)(stacked, xs, ys), want)
+
+
+def test_pickled_and_copied():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    graph = fn.lower(params, x, y)
+    for again in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph)):
+        assert_rows_equal(again(params, x, y), fn(params, x, y))
+
+
+def test_exported_saved_and_loaded():
+    model, params, x, y = mlp()
+    fn = pexgrad.clipped_grad(model, max_norm=0.3)
+    batch = torch.export.Dim("batch", min=2)
+    program = torch.export.export(
+        fn.lower(params, x, y), (params, x, y), dynamic_shapes=(dict.fromkeys(params), {0: batch}, {0: batch})
+    )
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    got = loaded(params, x[:3], y[:3])
+    assert isinstance(got, pexgrad.Clipped)
+    assert_same(got, fn(params, x[:3], y[:3]))
+
+
+def test_compiled_as_a_whole():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    compiled = torch.compile(fn.lower(params, x, y), fullgraph=True, backend="aot_eager")
+    assert_rows_equal(compiled(params, x, y), fn(params, x, y))
+
+
+# --- derivatives of the rows ----------------------------------------------------------------------
+
+
+def test_rows_are_constants_without_create_graph():
+    model, params, x, y = mlp()
+    graph = pexgrad.per_example_grad(model).lower(params, x, y)
+    assert not any(r.requires_grad for r in graph(params, x, y).values())
+
+
+def test_rows_can_be_differentiated_with_create_graph():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model, create_graph=True)
+    graph = fn.lower(params, x, y)
+
+    def derivative(f):
+        return torch.autograd.grad(
+            sum(r.sin().sum() for r in f(params, x, y).values()), list(params.values())
+        )
+
+    assert_same(derivative(graph), derivative(fn))
+
+
+def test_a_graph_that_would_forget_a_stopped_gradient_is_refused():
+    def gated(p, x):
+        return (x @ p["w"]) * (x @ p["w"]).detach()
+
+    params, x, y = {"w": torch.randn(4, 3)}, torch.randn(5, 4), torch.arange(5) % 3
+    with pytest.raises(pexgrad.TraceError, match=r"stops or changes gradients \(detach at .*test_lower.py"):
+        pexgrad.per_example_grad(gated, create_graph=True).lower(params, x, y)
+    fn = pexgrad.per_example_grad(gated)
+    assert_same(fn.lower(params, x, y)(params, x, y), fn(params, x, y))
+
+
+# --- refusals ---------------------------------------------------------------------------------------
+
+
+def test_what_has_no_graph_says_so():
+    model, params, x, y = mlp()
+    with pytest.raises(pexgrad.InputError, match="PerExampleJacobian returns an operator"):
+        pexgrad.per_example_jacobian(model).lower(params, x, y)
+    with pytest.raises(pexgrad.TraceError, match="strategy='naive' has no flat graph"):
+        pexgrad.per_example_grad(model, strategy="naive").lower(params, x, y)

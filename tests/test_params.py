@@ -1,0 +1,220 @@
+"""Which parameters get rows: frozen, left out, tied, unused, reordered, and functions instead of modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from cases.case import TABLE, Net, labels, wave
+from models import each, pick
+from oracle import assert_rows_equal, call, rows_of, rows_of_function
+
+import pexgrad
+
+pytestmark = pytest.mark.usefixtures("double")
+
+STRATEGIES = pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
+
+
+def batch(b=3):
+    return torch.randn(b, 4), labels(b)
+
+
+def named(model):
+    return dict(model.named_parameters())
+
+
+@STRATEGIES
+def test_rows_keep_the_order_of_the_dictionary(strategy):
+    model, (x, y) = net(), batch()
+    params = dict(reversed(named(model).items()))
+    rows = pexgrad.per_example_grad(model, strategy=strategy)(params, x, y)
+    want = rows_of(model, F.cross_entropy, x, y)
+    assert_rows_equal(rows, {name: want[name] for name in params})
+
+
+@STRATEGIES
+def test_names_left_out_keep_the_values_of_the_model(strategy):
+    model, (x, y) = net(), batch()
+    rows = pexgrad.per_example_grad(model, strategy=strategy)(
+        {"2.weight": model[2].weight.detach() * 2}, x, y
+    )
+    model[2].weight.data *= 2
+    assert_rows_equal(rows, {"2.weight": rows_of(model, F.cross_entropy, x, y)["2.weight"]})
+
+
+@STRATEGIES
+def test_frozen_parameters_get_no_rows_though_they_are_given(strategy):
+    model, (x, y) = net(), batch()
+    model[0].weight.requires_grad_(False)
+    params = {name: p * 1.5 for name, p in named(model).items()}  # the values given count, not their flags
+    rows = pexgrad.per_example_grad(model, strategy=strategy)(params, x, y)
+    for p in model.parameters():
+        p.data *= 1.5
+    assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+    assert "0.weight" not in rows
+
+
+@STRATEGIES
+def test_detached_copies_get_rows(strategy):
+    model, (x, y) = net(), batch()
+    params = {name: p.detach().clone() for name, p in named(model).items()}
+    assert_rows_equal(
+        pexgrad.per_example_grad(model, strategy=strategy)(params, x, y),
+        rows_of(model, F.cross_entropy, x, y),
+    )
+
+
+@STRATEGIES
+def test_a_model_that_is_all_frozen_has_no_rows(strategy):
+    model, (x, y) = net().requires_grad_(False), batch()
+    assert pexgrad.per_example_grad(model, strategy=strategy)(named(model), x, y) == {}
+
+
+def test_flags_are_read_at_every_call():
+    model, (x, y) = net(), batch()
+    fn = pexgrad.per_example_grad(model)
+    assert list(fn(named(model), x, y)) == list(named(model))
+    model[0].requires_grad_(False)
+    assert list(fn(named(model), x, y)) == ["2.weight", "2.bias"]
+    model[0].requires_grad_(True)
+    assert_rows_equal(fn(named(model), x, y), rows_of(model, F.cross_entropy, x, y))
+
+
+@STRATEGIES
+def test_a_tied_parameter_has_one_entry(strategy):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    x = torch.randn(3, 4)
+    rows = pexgrad.per_example_grad(model, wave, strategy=strategy)(named(model), x, None)
+    assert list(rows) == ["0.weight", "0.bias", "2.bias"]
+    assert_rows_equal(rows, rows_of(model, wave, x, None))
+
+
+@STRATEGIES
+def test_values_given_for_a_tied_parameter_reach_all_its_uses(strategy):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    x = torch.randn(3, 4)
+    params = {name: p.detach() * 0.5 for name, p in named(model).items()}
+    rows = pexgrad.per_example_grad(model, wave, strategy=strategy)(params, x, None)
+    for p in model.parameters():
+        p.data *= 0.5
+    assert_rows_equal(rows, rows_of(model, wave, x, None))
+
+
+@STRATEGIES
+def test_an_unused_parameter_has_rows_of_zeros(strategy):
+    model = Net(lambda s, x: s.used(x), used=nn.Linear(4, 5), unused=nn.Linear(2, 3))
+    x, y = batch()
+    rows = pexgrad.per_example_grad(model, strategy=strategy)(named(model), x, y)
+    assert rows["unused.weight"].shape == (3, 3, 2) and not rows["unused.weight"].any()
+
+
+def test_two_functions_of_one_model_do_not_disturb_each_other():
+    model, (x, y) = net(), batch()
+    first, second = pexgrad.per_example_grad(model), pexgrad.per_example_grad(model, wave)
+    want = rows_of(model, F.cross_entropy, x, y), rows_of(model, wave, x, y)
+    for _ in range(2):
+        assert_rows_equal(first(named(model), x, y), want[0])
+        assert_rows_equal(second(named(model), x, None), want[1])
+
+
+def test_a_step_of_training_between_calls():
+    model, (x, y) = net(), batch()
+    fn, optimizer = pexgrad.per_example_grad(model), torch.optim.Adam(model.parameters(), 0.1)
+    for _ in range(3):
+        rows = fn(named(model), x, y)
+        assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+        for name, p in model.named_parameters():
+            p.grad = rows[name].mean(0)
+        optimizer.step()
+    assert fn.trace_count == 1
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+def affine(params, x):
+    return torch.tanh(x @ params["w"] + params["b"]) @ params["v"]
+
+
+def affine_case():
+    return (
+        affine,
+        {"w": torch.randn(4, 6), "b": torch.randn(6), "v": torch.randn(6, 5)},
+        torch.randn(3, 4),
+        labels(3),
+        F.cross_entropy,
+    )
+
+
+def convolve(params, x, *, stride):
+    return F.conv2d(x, params["kernel"], params["bias"], stride)
+
+
+def convolve_case():
+    params = {"kernel": torch.randn(4, 2, 3, 3), "bias": torch.randn(4), "unused": torch.randn(2)}
+    return convolve, params, {"x": torch.randn(3, 2, 7, 7), "stride": 2}, None, wave
+
+
+def scan(params, tokens, lengths):
+    h = params["start"]
+    for t in range(tokens.shape[1]):
+        h = torch.tanh(params["table"][tokens[:, t]] + h @ params["w"])
+    return h * lengths[:, None]
+
+
+def scan_case():
+    params = {"table": torch.randn(7, 4), "w": torch.randn(4, 4), "start": torch.randn(4)}
+    return scan, params, (torch.arange(15).view(3, 5) % 7, torch.rand(3)), None, wave
+
+
+@STRATEGIES
+@pytest.mark.parametrize("build", [affine_case, convolve_case, scan_case])
+def test_functions(build, strategy):
+    f, params, x, y, loss = build()
+    rows = pexgrad.per_example_grad(f, loss, strategy=strategy)(params, x, y)
+    assert_rows_equal(rows, rows_of_function(f, params, loss, x, y))
+    assert not any(p.requires_grad for p in params.values())
+
+
+CALLED = pick("""
+    mlp conv2d_every_argument layer_called_twice frozen_backbone bag_mean_with_padding lstm
+    relu_and_residual_in_place keyword_inputs_and_dict_output
+""")
+
+
+@each(CALLED)
+def test_a_function_that_calls_a_module(case):
+    model, x, y, loss = case.build()
+
+    def f(params, *args, **kwargs):
+        return torch.func.functional_call(model, params, args, kwargs)
+
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    rows = pexgrad.per_example_grad(f, loss)(params, x, y)
+    assert_rows_equal(rows, rows_of_function(f, params, loss, x, y))
+
+
+def test_clipped_sum_and_losses_of_a_function():
+    f, params, x, y, loss = affine_case()
+    rows = rows_of_function(f, params, loss, x, y)
+    out = pexgrad.clipped_grad(f, max_norm=1e6)(params, x, y)
+    assert_rows_equal(out.grads, {k: r.sum(0) for k, r in rows.items()})
+    torch.testing.assert_close(out.losses, F.cross_entropy(f(params, x), y, reduction="none"))
+
+
+def test_lambda_around_a_module_in_the_table_is_the_same():
+    model, x, y, loss = TABLE["mlp"].build()
+    want = pexgrad.per_example_grad(model, loss)(named(model), x, y)
+    got = pexgrad.per_example_grad(lambda p, x: torch.func.functional_call(model, p, (x,)), loss)(
+        named(model), x, y
+    )
+    assert_rows_equal(got, want)
+    assert call(model, x).requires_grad  # the module is as it was

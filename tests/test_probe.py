@@ -1,0 +1,110 @@
+"""Examples that mix are refused by name: the operation, the module, the line, and what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+from cases.case import Net, labels, wave
+from oracle import assert_rows_equal, rows_of
+
+import pexgrad
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class Centre(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def refusal(model, x, y, loss=torch.nn.functional.cross_entropy):
+    with pytest.raises(pexgrad.PexgradError) as info:
+        pexgrad.per_example_grad(model, loss)(dict(model.named_parameters()), x, y)
+    return str(info.value)
+
+
+def test_the_module_and_the_operation_that_mixed_are_named():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Tanh(), Centre()), nn.Linear(6, 5))
+    message = refusal(model, torch.randn(3, 4), labels(3))
+    assert "1.1" in message and "mean" in message
+
+
+def test_the_line_that_mixed_is_named():
+    model = nn.Sequential(nn.Linear(4, 6), Centre(), nn.Linear(6, 5))
+    assert "test_probe.py:" in refusal(model, torch.randn(3, 4), labels(3))
+
+
+def test_the_batch_norm_in_train_is_named_with_its_remedy():
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.Sequential(nn.ReLU(), nn.BatchNorm2d(3)), nn.Flatten(), nn.Linear(27, 5)
+    )
+    message = refusal(model, torch.randn(3, 2, 5, 5), labels(3))
+    assert "1.1" in message and "GroupNorm" in message and "eval" in message
+
+
+@pytest.mark.parametrize("b", [1, 2])
+def test_mixing_is_found_at_every_batch_size(b):
+    """One example mixes with none, yet the same function would be called on more."""
+    model = nn.Sequential(nn.Linear(4, 6), Centre(), nn.Linear(6, 5))
+    refusal(model, torch.randn(b, 4), labels(b))
+
+
+def test_mixing_of_what_does_not_reach_the_output_is_no_harm():
+    def forward(s, x):
+        s.statistics = x.mean(0)
+        return s.lin(x)
+
+    model = Net(forward, lin=nn.Linear(4, 5))
+    x, y = torch.randn(3, 4), labels(3)
+    rows = pexgrad.per_example_grad(model, wave)(dict(model.named_parameters()), x, y)
+    assert_rows_equal(rows, rows_of(model, wave, x, y))
+
+
+def test_mixing_through_integers():
+    """The order of the batch decides which example gets which row of the table."""
+    model = Net(lambda s, x: s.table[x.sum(1).argsort()], table=nn.Parameter(torch.randn(5, 4)))
+    refusal(model, torch.randn(3, 4), None, wave)
+
+
+def test_mixing_in_one_element_of_the_output_only():
+    def forward(s, x):
+        h = s.lin(x)
+        return torch.cat([h, h[:, :1].mean(0, keepdim=True).expand(h.shape[0], 1)], 1)
+
+    refusal(Net(forward, lin=nn.Linear(4, 5)), torch.randn(3, 4), None, wave)
+
+
+def test_mixing_under_dropout():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), Centre(), nn.Linear(6, 5))
+    refusal(model, torch.randn(3, 4), labels(3))
+
+
+def test_shuffling_is_mixing():
+    model = Net(lambda s, x: 0.5 * (h := s.lin(x)) + 0.5 * h[torch.randperm(x.shape[0])], lin=nn.Linear(4, 5))
+    refusal(model, torch.randn(3, 4), labels(3))
+
+
+def test_examples_mixed_by_the_loss():
+    def loss(out, y):
+        return (out - out.mean(0)).square().sum(1)
+
+    refusal(nn.Linear(4, 5), torch.randn(3, 4), None, loss)
+
+
+def test_a_special_value_in_the_batch_does_not_hide_mixing():
+    """All examples alike: nothing changes when they are exchanged."""
+    model = nn.Sequential(nn.Linear(4, 6), Centre(), nn.Linear(6, 5))
+    refusal(model, torch.zeros(3, 4), labels(3))
+    refusal(model, torch.ones(3, 4), torch.zeros(3, dtype=torch.long))
+
+
+def test_special_values_do_not_make_a_sound_model_suspect():
+    """Padding, zeros, infinities in a mask and labels that are ignored."""
+    model = Net(
+        lambda s, x, mask: s.lin(torch.softmax(x.masked_fill(mask, -torch.inf), -1).nan_to_num()),
+        lin=nn.Linear(4, 5),
+    )
+    x, mask = torch.zeros(3, 4), torch.tensor([[False] * 4, [True] * 4, [True, False, True, True]])
+    rows = pexgrad.per_example_grad(model, wave)(dict(model.named_parameters()), (x, mask), None)
+    assert_rows_equal(rows, rows_of(model, wave, (x, mask), None))

@@ -1,0 +1,185 @@
+"""One trace for each input signature, none for a new batch size, and what leads to another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from cases.case import Net, labels, wave
+from oracle import assert_rows_equal, rows_of
+
+import pexgrad
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def cnn():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+    )
+
+
+def named(model):
+    return dict(model.named_parameters())
+
+
+def check(fn, model, x, y=None, loss=F.cross_entropy):
+    assert_rows_equal(fn(named(model), x, y), rows_of(model, loss, x, y))
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 5, 13])
+def test_the_first_batch_may_have_any_size(first):
+    """4 and 5 are sizes of other dimensions as well, and 13 is what a trace may take for an example."""
+    model = cnn()
+    fn = pexgrad.per_example_grad(model)
+    for b in (first, 0, 1, 2, 3, 4, 5, 13):
+        check(fn, model, torch.randn(b, 2, 5, 5), labels(b))
+    assert fn.trace_count == 1
+
+
+def test_another_shape_is_another_signature_and_the_old_one_is_kept():
+    model = cnn()
+    fn = pexgrad.per_example_grad(model)
+    for size in (5, 6, 5, 6):
+        check(fn, model, torch.randn(3, 2, size, size), labels(3))
+    assert fn.trace_count == 2
+
+
+def test_another_dtype_is_another_signature():
+    model = nn.Linear(4, 5)
+    fn = pexgrad.per_example_grad(model)
+    check(fn, model, torch.randn(3, 4), labels(3))
+    model.float()
+    rows = fn(named(model), torch.randn(3, 4).float(), labels(3))
+    assert rows["weight"].dtype == torch.float32
+    assert fn.trace_count == 2
+
+
+def test_training_flags_are_part_of_the_signature():
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(12, 5)).eval()
+    fn = pexgrad.per_example_grad(model)
+    check(fn, model, torch.randn(3, 2, 5), labels(3))
+    with pytest.raises(pexgrad.PexgradError, match=r"(?i)batch.?norm"):
+        fn(named(model.train()), torch.randn(3, 2, 5), labels(3))
+    check(fn, model.eval(), torch.randn(3, 2, 5), labels(3))
+
+
+def test_another_structure_is_another_signature():
+    model = Net(lambda s, x, z=None: s.lin(x) if z is None else s.lin(x * z), lin=nn.Linear(4, 5))
+    fn = pexgrad.per_example_grad(model)
+    x, z = torch.randn(3, 4), torch.randn(3, 4)
+    check(fn, model, (x, None), labels(3))
+    check(fn, model, (x, z), labels(3))
+    check(fn, model, {"x": x, "z": z}, labels(3))
+    check(fn, model, x, labels(3))
+
+
+def test_plain_values_among_the_inputs_are_part_of_the_signature():
+    model = Net(lambda s, x, power: s.lin(x) ** power, lin=nn.Linear(4, 5))
+    fn = pexgrad.per_example_grad(model, wave)
+    for power in (2, 3, 2):
+        check(fn, model, (torch.randn(3, 4), power), loss=wave)
+
+
+def test_values_of_buffers_and_frozen_parameters_are_read_at_every_call():
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.Tanh()).eval()
+    model[0].bias.requires_grad_(False)
+    fn = pexgrad.per_example_grad(model, wave)
+    x = torch.randn(3, 2, 5)
+    check(fn, model, x, loss=wave)
+    model[1].running_mean.normal_()
+    model[0].bias.data.normal_()
+    check(fn, model, x, loss=wave)
+    assert fn.trace_count == 1
+
+
+@pytest.mark.parametrize("sizes", [(3, 8), (8, 3), (1, 8, 2)])
+def test_a_branch_on_the_batch_size_is_noticed(sizes):
+    def forward(s, x):
+        return (
+            s.b(torch.tanh(s.a(x)))
+            if x.shape[0] < 5
+            else s.b((s.a(x).exp() - (-s.a(x)).exp()) / (s.a(x).exp() + (-s.a(x)).exp()))
+        )
+
+    model = Net(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 5))
+    fn = pexgrad.per_example_grad(model)
+    for b in sizes:
+        check(fn, model, torch.randn(b, 4), labels(b))
+    assert fn.trace_count == 2
+
+
+@pytest.mark.parametrize("size", [lambda x: len(x), lambda x: x.shape[0], lambda x: x.size()[0]])
+def test_the_batch_size_in_a_shape(size):
+    model = Net(lambda s, x: s.lin(x.view(size(x), -1)) + torch.ones(size(x), 1), lin=nn.Linear(6, 5))
+    fn = pexgrad.per_example_grad(model)
+    for b in (3, 4, 1, 7):
+        check(fn, model, torch.randn(b, 2, 3), labels(b))
+
+
+def test_a_batch_size_made_a_plain_number_is_refused_with_the_line():
+    model = Net(lambda s, x: s.lin(x.view(int(x.shape[0]), -1)), lin=nn.Linear(6, 5))
+    with pytest.raises(pexgrad.TraceError, match=r"plain number.*test_trace\.py"):
+        pexgrad.per_example_grad(model)(named(model), torch.randn(3, 2, 3), labels(3))
+
+
+def test_a_batch_size_written_into_the_code():
+    """A model that only works at one batch size is no model of one example."""
+    model = Net(lambda s, x: s.lin(x.view(3, 4)), lin=nn.Linear(4, 5))
+    with pytest.raises(pexgrad.PexgradError):
+        pexgrad.per_example_grad(model)(named(model), torch.randn(3, 4), labels(3))
+
+
+def test_what_a_forward_keeps_on_the_module_is_no_part_of_the_trace():
+    def forward(s, x):
+        if s.table is None:
+            s.table = s.lin.weight.detach().abs().sum(0)
+        s.calls.append(x.shape)
+        return s.lin(x * s.table)
+
+    model = Net(forward, lin=nn.Linear(4, 5), table=None, calls=[])
+    fn = pexgrad.per_example_grad(model)
+    rows = fn(named(model), torch.randn(3, 4), labels(3))
+    assert all(type(r) is torch.Tensor for r in rows.values())
+    model(torch.randn(2, 4)).sum().backward()
+    assert all(type(n) is int for shape in model.calls for n in shape)
+
+
+def test_autocast_is_part_of_the_signature():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).float()
+    x, y = torch.randn(3, 4).float(), labels(3)
+    fn = pexgrad.per_example_grad(model)
+    full = fn(named(model), x, y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = fn(named(model), x, y)
+        want = rows_of(model, F.cross_entropy, x, y)
+    assert_rows_equal(half, want, 0.02)
+    assert all(r.dtype == torch.float32 for r in half.values())
+    assert any((half[k] - full[k]).abs().max() > 1e-6 for k in full)
+    assert fn.trace_count == 2
+
+
+def test_the_model_may_be_changed_between_calls():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
+    fn = pexgrad.per_example_grad(model)
+    x, y = torch.randn(3, 4), labels(3)
+    check(fn, model, x, y)
+    model[2] = nn.Linear(6, 7)
+    check(fn, model, x, y)
+
+
+def test_an_error_in_the_model_is_not_swallowed():
+    def forward(s, x):
+        raise KeyError("vocabulary")
+
+    model = Net(forward, lin=nn.Linear(4, 5))
+    with pytest.raises(Exception, match="vocabulary"):
+        pexgrad.per_example_grad(model)(named(model), torch.randn(3, 4), labels(3))
+
+
+def test_the_global_state_of_torch_is_left_alone():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 5))
+    before = len, torch.Tensor.register_hook, torch.is_grad_enabled(), torch.get_default_dtype()
+    pexgrad.per_example_grad(model)(named(model), torch.randn(3, 4), labels(3))
+    assert before == (len, torch.Tensor.register_hook, torch.is_grad_enabled(), torch.get_default_dtype())
