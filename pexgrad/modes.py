@@ -32,6 +32,8 @@ def recordable(tree: Any) -> Any:
     """`tree` with copies of the tensors that were made in inference mode, which autograd refuses."""
     if isinstance(tree, Tensor):
         return tree.clone() if tree.is_inference() else tree
+    if type(tree) is dict and all(isinstance(t, Tensor) and not t.is_inference() for t in tree.values()):
+        return tree  # what parameters nearly always are
     if not any(t.is_inference() for t in trees.tensors(tree)):
         return tree
     return trees.map_tensors(recordable, tree)

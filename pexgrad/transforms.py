@@ -148,8 +148,12 @@ class Transform(Composable):
             tuple((k, p.shape, p.dtype, p.device, p.stride()) for k, p in call.params.items()),
             tuple(call.trainable),
             spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
-            torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
+            _autocast("cpu"), _autocast("cuda"),
         )  # fmt: skip
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _describe(v: Any) -> Any:

@@ -42,7 +42,7 @@ def verify(
             if wrong is None:
                 rows = got.rows()
                 wrong = _worst(rows, want.rows())
-                if wrong is not None and _batch_agrees(rows, pipeline, model, at):
+                if wrong is not None and _pairs_agree(rows, pipeline, model, at):
                     wrong = None
             if wrong is not None:
                 raise VerificationError(_message(*wrong))
@@ -72,25 +72,31 @@ def _norm(x: Tensor) -> float:
     )
 
 
-def _batch_agrees(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Sample) -> bool:
-    """Whether the rows add up to the gradient of the whole batch: then a kernel at batch size 1 is at fault.
+def _pairs_agree(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Sample) -> bool:
+    """Whether each row is half the gradient of its example taken twice: then a kernel at batch size 1 is at fault.
 
     PyTorch's CPU batch-norm backward, for one, is wrong at batch size 1 for some memory layouts.
     """
     if any(pipeline.outputs.copied):
         return False
-    args, kwargs = trees.as_call(at.x)
+    return all(
+        _pair_agrees({k: r[b] for k, r in rows.items()}, pipeline, model, at, b) for b in range(at.batch)
+    )
+
+
+def _pair_agrees(row: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Sample, b: int) -> bool:
+    args, kwargs = trees.as_call(trees.take(at.x, [b, b]))
     with torch.enable_grad():
         tensors = trees.tensors(model.fresh(at.params)(*args, **kwargs))
         if len(tensors) != len(pipeline.outputs.layouts):
             return False
-        total = pipeline.losses(tensors, at.y, at.batch).sum()
-        grads = torch.autograd.grad(total, [at.params[k] for k in rows], allow_unused=True)
+        half = pipeline.losses(tensors, trees.take(at.y, [b, b]), 2).sum() / 2
+        grads = torch.autograd.grad(half, [at.params[k] for k in row], allow_unused=True)
     want = {
         k: torch.zeros_like(at.params[k]) if g is None else g.to_dense()
-        for k, g in zip(rows, grads, strict=True)
+        for k, g in zip(row, grads, strict=True)
     }
-    return _worst({k: r.sum(0) for k, r in rows.items()}, want) is None
+    return _worst(row, want) is None
 
 
 def _message(name: str, error: float) -> str:

@@ -100,6 +100,16 @@ def test_autocast():
     assert any(not torch.equal(rows[k], exact[k]) for k in rows)
 
 
+def test_each_dtype_of_autocast_has_a_trace_of_its_own():
+    model = nn.Linear(4, 3).float()
+    params, x, y = named(model), torch.randn(5, 4).float(), torch.arange(5) % 3
+    fn = pexgrad.per_example_grad(model)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y), tol=2e-2)
+    assert fn.trace_count == 2
+
+
 def test_deterministic_mode():
     model, params, x, y = small()
     torch.use_deterministic_algorithms(True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import pexgrad
@@ -28,6 +28,7 @@ aten = torch.ops.aten
 
 
 @given(models(), st.data())
+@settings(max_examples=20)
 def test_any_model_passes(model, data):
     x, y = data.draw(batches(model))
     check_per_example_grad(model, x, y)
@@ -72,7 +73,7 @@ def counterexample(**options):
     """What the property test says of the smallest model that fails."""
 
     @given(models(**options), st.data())
-    @settings(max_examples=50, database=None, print_blob=False)
+    @settings(max_examples=100, database=None, phases=[Phase.generate, Phase.shrink])
     def test(model, data):
         x, y = data.draw(batches(model))
         check_per_example_grad(model, x, y)
@@ -88,7 +89,7 @@ def doubled(g, input, *, shape, dtype):
 
 def test_a_wrong_factor_is_caught_and_shrunk():
     with replaced(aten.linear.default, "weight", doubled):
-        said = counterexample(kinds=("vector",))
+        said = counterexample(kinds=("vector",), max_layers=1)
     assert "the rows of '0.weight' differ from the definition" in said
     assert "model = nn.Sequential(nn.Linear(1, 3))\n# x: (1, 1) float64\n# y: (1,) int64" in said
 
@@ -115,19 +116,18 @@ def norms_only(g, input, *, shape, dtype):
 
 def test_a_wrong_norm_is_caught():
     with replaced(aten.linear.default, "weight", norms_only):
-        said = counterexample(kinds=("tokens",), max_layers=1)
+        said = counterexample(kinds=("tokens",), max_layers=0)
     assert "the norms differ" in said and "nn.Embedding(1, 1)" in said
 
 
-def test_a_wrong_rule_of_a_convolution_is_caught():
-    def no_padding(g, input, *, shape, dtype):
-        return Broadcast(g.flatten(3).movedim(2, 3).flatten(1, 2)[:, 1:], None, shape, dtype)
+def without_the_first_position(g, *, shape, dtype):
+    return Broadcast(g.flatten(3).movedim(2, 3).flatten(1, 2)[:, 1:], None, shape, dtype)
 
-    with replaced(aten.conv2d.default, "bias", no_padding):
-        said = counterexample(kinds=("image",), max_layers=2)
-    assert (
-        "nn.Conv2d(" in said and said.count("nn.") == 5
-    )  # Sequential, Conv2d, Flatten, Linear, and its repr
+
+def test_a_wrong_rule_of_a_convolution_is_caught():
+    with replaced(aten.conv2d.default, "bias", without_the_first_position):
+        said = counterexample(kinds=("image",), max_layers=1)
+    assert "the rows of '0.bias'" in said and "model = nn.Sequential(nn.Conv2d(" in said
 
 
 def test_the_check_of_a_rule_is_the_same_one():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -151,7 +152,8 @@ def differences(
 
 def brief(e: BaseException) -> str:
     lines = str(e).strip().splitlines()
-    return lines[0][:400] if lines else type(e).__name__
+    # paths from the library's own folder on
+    return re.sub(r"/\S*/site-packages/", "", lines[0])[:400] if lines else type(e).__name__
 
 
 def record_of_exit(member: Member, why: str) -> Record:
