@@ -51,7 +51,7 @@ def naive(
     losses, rows = [], []
     with torch.enable_grad():
         for b in range(batch):
-            own = {k: _alias(model, p) for k, p in params.items()}
+            own = {k: p.clone() for k, p in params.items()} if model.writes_to_parameters() else params
             value = _example_loss(model, loss, own, x, y, b)
             rows.append(_grad(value, [params[k] for k in trainable], create_graph))
             losses.append(value if create_graph else value.detach())

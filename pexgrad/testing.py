@@ -361,7 +361,9 @@ _CHOICES = {
 def batches(model: ModelConfig, max_size: int = 4) -> SearchStrategy[tuple[Tensor, Tensor]]:
     """Batches (x, y) for one of `models()`: x (B, *shape) in float64 or token ids, y (B,) labels.
 
-    >>> x, y = data.draw(batches(model))
+    >>> @given(models(), st.data())
+    ... def test(model, data):
+    ...     x, y = data.draw(batches(model))
     """
     st = _strategies()
     return st.builds(model.batch, _up_to(max_size), st.integers(0, 99))
@@ -370,7 +372,9 @@ def batches(model: ModelConfig, max_size: int = 4) -> SearchStrategy[tuple[Tenso
 def parameters(model: nn.Module | ModelConfig, max_scale: float = 2.0) -> SearchStrategy[dict[str, Tensor]]:
     """Values for a model's parameters, by name: normal numbers of a drawn scale, in the parameters' own dtypes.
 
-    >>> grads = per_example_grad(module)(data.draw(parameters(module)), x, y)
+    >>> @given(parameters(torch.nn.Linear(3, 2)))
+    ... def test(params):
+    ...     assert params["weight"].shape == (2, 3)
     """
     st = _strategies()
     module = model.module().double() if isinstance(model, ModelConfig) else model

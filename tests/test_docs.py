@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
+import hypothesis.strategies
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -61,11 +63,14 @@ class Checker(doctest.OutputChecker):
         return not want or super().check_output(want, got, optionflags)
 
 
+PROPERTIES = {"given": hypothesis.given, "st": hypothesis.strategies}
+
+
 @pytest.mark.parametrize("name", modules())
 def test_docstrings(name, namespace, same_rules):
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner(Checker(), optionflags=doctest.NORMALIZE_WHITESPACE)
-    for test in doctest.DocTestFinder().find(module, globs=vars(module) | namespace):
+    for test in doctest.DocTestFinder().find(module, globs=namespace | PROPERTIES | vars(module)):
         runner.run(test)
     assert runner.tries > 0 and runner.failures == 0
 
