@@ -183,3 +183,15 @@ def test_the_global_state_of_torch_is_left_alone():
     before = len, torch.Tensor.register_hook, torch.is_grad_enabled(), torch.get_default_dtype()
     pexgrad.per_example_grad(model)(named(model), torch.randn(3, 4), labels(3))
     assert before == (len, torch.Tensor.register_hook, torch.is_grad_enabled(), torch.get_default_dtype())
+
+
+def test_gradients_switched_off_and_left_off_are_refused():
+    def forward(s, x):
+        h = s.lin(x)
+        torch.set_grad_enabled(False)
+        return h
+
+    model = Net(forward, lin=nn.Linear(4, 5))
+    with pytest.raises(pexgrad.TraceError, match=r"leaves them off"):
+        pexgrad.per_example_grad(model)(named(model), torch.randn(3, 4), labels(3))
+    assert torch.is_grad_enabled()
