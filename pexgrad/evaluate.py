@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from .factors import Factor, Replay
+from .flow import nodes_in
 from .layout import Layout
 from .plan import Use
 from .rules.registry import GIVEN, Rule
@@ -46,7 +47,7 @@ class BoundSite:
         argument = self.site.arguments[name]
         if isinstance(argument, fx.Node):
             return Kept(self.slots.residuals[argument], self.residual_layouts.get(argument))
-        return Tree(argument) if _holds_nodes(argument) else argument
+        return Tree(argument) if any(True for _ in nodes_in(argument)) else argument
 
 
 class Kept(NamedTuple):
@@ -71,12 +72,6 @@ class RuleCall:
     literal: dict[str, Any]
     kept: dict[str, Any]
     given: tuple[str, ...]
-
-
-def _holds_nodes(argument: Any) -> bool:
-    found: list[fx.Node] = []
-    map_arg(argument, lambda n: found.append(n) or n)
-    return bool(found)
 
 
 def cotangents(forward: Forward, losses: Tensor, create_graph: bool) -> list[Tensor | None]:

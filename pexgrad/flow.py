@@ -91,9 +91,9 @@ def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
         return
     for argument, schema in _bind(node):
         if schema.name in _HIDDEN_WRITES.get(node.target, ()):
-            yield from _nodes(argument)
+            yield from nodes_in(argument)
         elif schema.alias_info is not None and schema.alias_info.is_write:
-            yield from (a for a in _nodes(argument))
+            yield from nodes_in(argument)
 
 
 def _bind(node: fx.Node) -> Iterator[tuple[Any, Any]]:
@@ -103,7 +103,8 @@ def _bind(node: fx.Node) -> Iterator[tuple[Any, Any]]:
     yield from ((v, by_name[k]) for k, v in node.kwargs.items() if k in by_name)
 
 
-def _nodes(argument: Any) -> Iterator[fx.Node]:
+def nodes_in(argument: Any) -> Iterator[fx.Node]:
+    """The nodes anywhere in an argument."""
     found: list[fx.Node] = []
     map_arg(argument, lambda n: found.append(n) or n)
     yield from found

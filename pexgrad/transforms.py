@@ -108,7 +108,10 @@ class Transform(Composable):
             refuse_backward_hooks(self._model.model)
             pipeline = self._build(call)
             known.append(pipeline)
-            self._kept_alive.append(call.module.references)
+            others = [
+                v for v in trees.flatten((trees.as_call(call.x), call.y))[0] if not isinstance(v, Tensor)
+            ]
+            self._kept_alive.append(call.module.references + others)
             return pipeline
 
     def _build(self, call: Call) -> Pipeline:
@@ -160,7 +163,8 @@ def _describe(v: Any) -> Any:
     """What a trace depends on in an input leaf: everything of a tensor but its batch size, any other value whole."""
     if isinstance(v, Tensor):
         return v.shape[1:], v.dtype, v.device, v.stride()[1:]
-    return v if isinstance(v, bool | int | float | str | None) else id(v)
+    # 1, 1.0 and True are equal, but not the same argument to a model
+    return (type(v), v) if isinstance(v, bool | int | float | str | None) else id(v)
 
 
 def numbers(entries: list[Tensor], batch: Any, device: Any) -> Tensor:

@@ -195,3 +195,10 @@ def test_gradients_switched_off_and_left_off_are_refused():
     with pytest.raises(pexgrad.TraceError, match=r"leaves them off"):
         pexgrad.per_example_grad(model)(named(model), torch.randn(3, 4), labels(3))
     assert torch.is_grad_enabled()
+
+
+def test_equal_plain_values_of_other_types_are_other_signatures():
+    model = Net(lambda s, x, flag: s.lin(x) if flag is True else 2 * s.lin(x), lin=nn.Linear(4, 5))
+    fn = pexgrad.per_example_grad(model, wave)
+    for flag in (True, 1, 1.0):
+        check(fn, model, (torch.randn(3, 4), flag), loss=wave)
