@@ -90,9 +90,8 @@ def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
     if not isinstance(node.target, OpOverload):
         return
     for argument, schema in _bind(node):
-        if schema.name in _HIDDEN_WRITES.get(node.target, ()):
-            yield from nodes_in(argument)
-        elif schema.alias_info is not None and schema.alias_info.is_write:
+        declared = schema.alias_info is not None and schema.alias_info.is_write
+        if declared or schema.name in _HIDDEN_WRITES.get(node.target, ()):
             yield from nodes_in(argument)
 
 
