@@ -34,6 +34,8 @@ def parse() -> argparse.Namespace:
         add_options(commands.add_parser(name, help=experiment.title, description=experiment.about))
     device_check = "every rule on the device, float32 without TF32, against a float64 CPU reference"
     add_options(commands.add_parser("check", help=device_check, description=device_check))
+    fit = "time convolution rules on many shapes, and fit the prices behind conv_rule='auto'"
+    add_options(commands.add_parser("fit", help=fit, description=fit))
     report = commands.add_parser("report", help="write docs/benchmarks.md and its plots from the results")
     add_results(report)
     report.add_argument("--docs", type=Path, default=DOCS, help="folder to write into (default: docs)")
@@ -88,6 +90,10 @@ def measure(arguments: argparse.Namespace) -> None:
         from benchmarks.device_check import run_checks
 
         return run_checks(device, path, arguments.minutes)
+    if arguments.command == "fit":
+        from benchmarks.fit import run_fit
+
+        return run_fit(device, path)
     results = Results(path, arguments.command, size, environment.describe(device))
     options = Options(
         device,

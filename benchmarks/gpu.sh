@@ -19,6 +19,6 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 step 1.8 check
 step 0.8 table1 --repeats 5 --budget 3
 step 2.5 modern --repeats 5 --budget 1
-step 0.8 conv-rules --repeats 5 --budget 0.3
+step 0.8 fit
 step 1.0 fig2 --repeats 5 --budget 2
 step 0.5 clipped --repeats 5 --budget 1

@@ -271,22 +271,3 @@ def bert_base(t: int) -> Case:
 
 def lstm(t: int) -> Case:
     return tokens(f"LSTM, 2 layers of 256, T={t}", partial(TextLSTM, 1000, 256), 1000, t)
-
-
-# ---------------------------------------------------------------- one layer
-
-CONVOLUTION_AXES = ("in", "size", "out", "kernel", "stride", "groups")
-
-
-def convolution(c: int, size: int, d: int, kernel: int, stride: int, groups: int) -> Case:
-    """A lone convolution, its outputs squared as the loss."""
-    name = f"conv {c}-{d}, {size}px, kernel {kernel}, stride {stride}, groups {groups}"
-    padding = kernel // 2 if stride < kernel else 0
-
-    def build() -> nn.Module:
-        return nn.Conv2d(c, d, kernel, stride, padding, groups=groups, bias=False)
-
-    def draw(b: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(b, c, size, size), torch.zeros(b)
-
-    return Case(name, build, draw, lambda output, y: output.square().flatten(1).mean(1))

@@ -38,7 +38,7 @@ def draw(data: Record, path: Path) -> bool:
     """Writes the plot of a result file, if its experiment has one."""
     points = list(data["points"].values())
     with plt.rc_context(STYLE):
-        if not points or data["experiment"] in ("first-call", "conv-rules", "check"):
+        if not points or data["experiment"] in ("first-call", "check"):
             return False
         if axis := DRAWN.get(data["experiment"]):
             figure = curves(panels(points), axis, BATCHES, f"seconds for {BATCHES} batches")

@@ -57,6 +57,7 @@ def page(files: list[Record], docs: Path) -> Iterator[str]:
             yield experiment.about
         for data in found:
             yield from section(data, docs)
+    yield from choices(files)
     yield from checks(files)
 
 
@@ -131,6 +132,33 @@ def verdict(found: list[Record], experiment: str, test: Any, device: str, size: 
     here = [d for d in found if (d["device"], d["size"]) == (device, size) and d["experiment"] in needed]
     result = test(published.times_of([point for data in here for point in data["points"].values()]))
     return ["not measured", ""] if result is None else ["yes" if result[0] else "no", result[1]]
+
+
+# ---------------------------------------------------------------- the choice of a convolution's algorithm
+
+AXES = ("batch", "in", "size", "out", "kernel", "stride", "groups")
+
+
+def choices(files: list[Record]) -> Iterator[str]:
+    found = [data for data in files if data["experiment"] == "fit"]
+    if found:
+        yield "## Convolution algorithms"
+        yield (
+            "Milliseconds for the rows of one convolution's weight, into a buffer, by each algorithm, and what "
+            '`conv_rule="auto"` takes: its cost model is fitted to these numbers.'
+        )
+    for data in found:
+        yield f"### {setting(data['environment'])}"
+        yield data["summary"]
+        names = list(data["points"][0]["seconds"])
+        yield markdown([*AXES, *names, "auto"], [choice_line(point, names) for point in data["points"]])
+
+
+def choice_line(point: Record, names: list[str]) -> list[str]:
+    fastest = min(point["seconds"].values())
+    cells = [(1e3 * point["seconds"][name], point["seconds"][name] == fastest) for name in names]
+    milliseconds = [f"**{ms:.2f}**" if best else f"{ms:.2f}" for ms, best in cells]
+    return [*map(str, point["shape"]), *milliseconds, point["chosen"]]
 
 
 # ---------------------------------------------------------------- correctness on the device

@@ -74,8 +74,11 @@ class Call:
         return {k: self.params[k].detach().new_zeros(*leading, *self.params[k].shape) for k in self.trainable}
 
     def no_numbers(self) -> Tensor:
-        """An empty (0,) of the parameters' dtype: what losses and norms of no examples are."""
-        return self.params[self.trainable[0]].detach().new_zeros(0) if self.trainable else torch.zeros(0)
+        """An empty (0,), real and at least float32: what losses and norms of no examples are."""
+        if not self.trainable:
+            return torch.zeros(0)
+        p = self.params[self.trainable[0]].detach()
+        return p.new_zeros(0, dtype=torch.promote_types(p.dtype.to_real(), torch.float32))
 
     def examples(self, start: int, stop: int) -> Call:
         """The same call on some of the examples."""
@@ -87,13 +90,17 @@ class Call:
             batch=stop - start,
         )
 
-    def chosen(self, mask: Tensor) -> Call:
-        """The same call on the examples that a mask (B,) of booleans counts."""
+    def check_mask(self, mask: Tensor) -> None:
+        """Raise where `mask` is not (B,) booleans."""
         if mask.dtype != torch.bool or mask.shape != (self.batch,):
             raise InputError(
                 f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}; expected torch.bool and ({self.batch},), "
                 "true for the examples that count"
             )
+
+    def chosen(self, mask: Tensor) -> Call:
+        """The same call on the examples that a mask (B,) of booleans counts."""
+        self.check_mask(mask)
         x, y = (trees.map_tensors(lambda t: t[mask], tree) for tree in (self.x, self.y))
         return replace(self, x=x, y=y, batch=int(mask.sum()))
 

@@ -8,17 +8,21 @@ example is concatenated, a clipped sum is added up.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import nested, trees
+from .compose import Composable
 from .errors import InputError
 from .transforms import Clipped, PerExampleGrad, PerExampleValueAndGrad
 
 Function = Callable[..., Any]
+_WAYS = ("auto", "together", "one by one")
+# bytes of the rows of all members, up to which they run together: a loop takes the memory of one member at a time
+TOGETHER = 1 << 29
 ENTRIES = "params must map names to tensors with the members on dimension 0"
 
 
@@ -55,23 +59,35 @@ def _check_buffers(first: nn.Module, other: nn.Module, i: int) -> None:
             )
 
 
-def ensemble(fn: Function, *, stacked_data: bool = False) -> Function:
+def ensemble(fn: Function, *, stacked_data: bool = False, how: str = "auto") -> Function:
     """`fn` over stacked parameters: `(stacked, x, y) -> fn's result with the M members on dimension 0`.
 
     >>> grads = ensemble(per_example_grad(model))(stack_params(models), x, y)
     >>> grads["weight"].shape
     torch.Size([4, 5, 2, 3])
 
-    The members are called one by one, on slices of the parameters that are not copies; rows are written straight into
-    the stacked result. (`torch.func.vmap(fn, in_dims=(0, None, None))` works too, and may be faster for many small members.)
+    The members run together, as one run of the flat graph (`fn.lower`) in which each operation is one call for all of them.
+    Where the rows of all members would take more than `TOGETHER` bytes, where the call has no flat graph, or where it draws
+    random numbers, they are called one by one on slices of the parameters that are not copies, rows being written straight
+    into the stacked result.
+    Measured on one CPU core in float32, milliseconds one by one / together / `torch.func.vmap(fn, (0, None, None))`:
+
+    | 20 members | rows | norms | clipped sums |
+    |---|---|---|---|
+    | MLP 20-32-10, B = 16 | 12 / 2.2 / 1.3 | 13 / 3.3 / 1.3 | 20 / 5.0 / 1.8 |
+    | MLP 784-128-10, B = 64 | 218 / 201 / 201 | 20 / 6.3 / 4.3 | 30 / 9.9 / 5.9 |
 
     Args:
         fn: a transform, or a function like one.
         stacked_data: whether x and y are stacked too, (M, B, ...), for each member its own.
+        how: `"auto"`, or which of the two to use: `"together"`, `"one by one"`.
 
     Raises:
         InputError: where the members cannot be counted.
+        PexgradError: with `how="together"`, where the call has no flat graph.
     """
+    if how not in _WAYS:
+        raise InputError(f"how={how!r} is not one of {', '.join(map(repr, _WAYS))}")
 
     def over_members(params: Mapping[str, Any], x: Any, y: Any = None) -> Any:
         members = _members(params)
@@ -80,11 +96,23 @@ def ensemble(fn: Function, *, stacked_data: bool = False) -> Function:
             data = (trees.map_tensors(lambda t: t[i], tree) if stacked_data else tree for tree in (x, y))
             return (_select(params, i), *data)
 
+        if how != "one by one" and _is_composable(fn):
+            together = cast(Composable, fn).of_members(
+                params, x, y, members, stacked_data, TOGETHER // members if how == "auto" else None
+            )
+            if together is not None:
+                return together[0]
+        elif how == "together":
+            raise InputError(f"{type(fn).__name__} is no transform of pexgrad, and has no flat graph")
         if _fills_buffers(fn) and not nested.is_nested(params):
             return _into_one(fn, members, arguments)
         return _stack([fn(*arguments(i)) for i in range(members)])
 
     return over_members
+
+
+def _is_composable(fn: Function) -> bool:
+    return isinstance(fn, Composable)
 
 
 def _members(params: Mapping[str, Any]) -> int:

@@ -63,7 +63,7 @@ class Clipping:
             return self._grouped(jacobian, self._groups(list(jacobian.leaves)))
         if self.how == "per_parameter":
             assert self.max_norm is not None
-            bound = self.max_norm / len(jacobian.leaves) ** 0.5
+            bound = self.max_norm / max(1, len(jacobian.leaves)) ** 0.5
             return self._grouped(jacobian, [([k], bound) for k in jacobian.leaves])
         norms = jacobian.norms()
         assert isinstance(norms, Tensor)
@@ -96,7 +96,13 @@ class Clipping:
                     "each must be in exactly one, by name, module path or pattern"
                 )
             found[matching[0]].append(name)
-        return [(members, self.max_norm[p]) for p, members in found.items() if members]
+        for pattern, members in found.items():
+            if not members:
+                raise InputError(
+                    f"max_norm[{pattern!r}] is a bound for no parameter that is differentiated, and would add to the "
+                    f"sensitivity; leave it out, or name some of {', '.join(map(repr, names[:8]))}"
+                )
+        return [(members, self.max_norm[p]) for p, members in found.items()]
 
     @staticmethod
     def _grouped(
@@ -109,7 +115,7 @@ class Clipping:
             sq = torch.stack([own[k] ** 2 for k in members]).sum(0)
             weights |= dict.fromkeys(members, _bounded(sq.sqrt(), bound))
             squares.append(sq)
-        return weights, torch.stack(squares).sum(0).sqrt()
+        return weights, torch.stack(squares).sum(0).sqrt() if squares else jacobian.norms()  # type: ignore[return-value]
 
 
 def _bounded(norms: Tensor, bound: float) -> Tensor:

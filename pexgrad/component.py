@@ -15,8 +15,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from .factors import PIECE_BYTES, Factor, Rows
-from .factors._base import accumulable, flat, square
+from .factors import BLOCK_BYTES, PIECE_BYTES, Factor, Outer, Rows
+from .factors._base import accumulable, square, squared_norms
 from .pullback import Window, jvp, vjp, vjp_rows
 
 
@@ -112,7 +112,8 @@ class Component:
         for term in self.terms:
             if term.window is None or not term.window.isometric:
                 return None
-            found.setdefault(term.window, []).append(term.factor)
+            window, factor = _upright(term, self.leaves[term.window.param])
+            found.setdefault(window, []).append(factor)
         if any(not a.disjoint(b) for a, b in combinations(found, 2)):
             return None
         return found
@@ -121,7 +122,7 @@ class Component:
         """name -> (b,): squared norms, by parameter."""
         windows = self.windows()
         if windows is None:
-            return self._by_rows(lambda r: square(accumulable(flat(r))).sum(1))
+            return self._by_rows(squared_norms)
         (name,) = self.leaves
         parts = []
         for same in windows.values():
@@ -137,12 +138,13 @@ class Component:
                 parts[k].append(reduce_row(r))
         return {k: torch.cat(p) for k, p in parts.items()}
 
-    def _slices(self) -> Iterator[slice]:
+    def _slices(self, limit: int | None = None) -> Iterator[slice]:
         if isinstance(self.batch, torch.SymInt):  # a graph for every batch size has no loop over it
             yield slice(0, self.batch)
             return
-        size = max(1, PIECE_BYTES // max(1, sum(p.numel() * p.element_size() for p in self.leaves.values())))
-        for start in range(0, self.batch, size):
+        row_bytes = sum(p.numel() * p.element_size() for p in self.leaves.values())
+        size = max(1, (limit or PIECE_BYTES) // max(1, row_bytes))
+        for start in range(0, self.batch, size) or range(1):  # an empty batch is one empty piece
             yield slice(start, min(start + size, self.batch))
 
     def sum_squares(self) -> dict[str, Tensor]:
@@ -153,34 +155,63 @@ class Component:
         found: dict[str, Tensor] = {}
         for s in self._slices():
             for k, r in self.narrow(s.start, s.stop - s.start).rows().items():
-                squares = square(r).sum(0)
+                squares = square(accumulable(r)).sum(0)
                 found[k] = found[k] + squares if k in found else squares
         return found
 
     def gram(self, other: Component) -> Tensor:
         """(b, c): the inner products of rows with the rows of another call's component of the same parameters."""
         mine, theirs = self.windows(), other.windows()
-        if mine is None or theirs is None or not _match(mine, theirs):
-            rows, others = self.rows(), other.rows()
-            parts = [Rows(rows[k]).gram(Rows(others[k])) for k in rows]
-        else:
-            parts = [f.gram(g) for w in mine for f in mine[w] for g in theirs.get(w, [])]
+        if mine is None or theirs is None or not self._matches(other, mine, theirs):
+            return self._gram_by_rows(other)
+        parts = [f.gram(g) for w in mine for f in mine[w] for g in theirs.get(w, [])]
         shape = (self.batch, other.batch)
-        return torch.stack(parts).sum(0) if parts else self.terms[0].value.new_zeros(shape)
+        return torch.stack(parts).sum(0) if parts else self.terms[0].value.new_zeros(shape).real
+
+    def _matches(
+        self, other: Component, mine: dict[Window, list[Factor]], theirs: dict[Window, list[Factor]]
+    ) -> bool:
+        # a window is a place in memory, which says nothing of a parameter that is laid out in another way
+        same_memory = all(p.stride() == other.leaves[k].stride() for k, p in self.leaves.items())
+        return same_memory and all(a == b or a.disjoint(b) for a in mine for b in theirs)
+
+    def _gram_by_rows(self, other: Component) -> Tensor:
+        shared = [k for k in self.leaves if k in other.leaves]
+        lines = []
+        for s in self._slices(BLOCK_BYTES):
+            rows, line = self.narrow(s.start, s.stop - s.start).rows(), []
+            for u in other._slices(BLOCK_BYTES):
+                others = other.narrow(u.start, u.stop - u.start).rows()
+                line.append(torch.stack([Rows(rows[k]).gram(Rows(others[k])) for k in shared]).sum(0))
+            lines.append(torch.cat(line, 1))
+        return torch.cat(lines)
 
 
-def _match(mine: dict[Window, list[Factor]], theirs: dict[Window, list[Factor]]) -> bool:
-    return all(a == b or a.disjoint(b) for a in mine for b in theirs)
+def _upright(term: Term, p: Tensor) -> tuple[Window, Factor]:
+    """A term's window and factor, turned round where the window is the parameter's transpose.
+
+    So the uses of one matrix as w and as w.T (a head tied to an embedding, an autoencoder) meet in one window.
+    """
+    window, factor = term.window, term.factor
+    assert window is not None
+    turned = window.size == tuple(p.shape[::-1]) and window.stride == tuple(p.stride()[::-1])
+    if window.whole or p.dim() != 2 or not turned or not isinstance(factor, Outer) or factor.g.shape[2] != 1:
+        return window, factor
+    swapped = replace(factor, g=factor.x, x=factor.g, shape=tuple(p.shape))
+    return Window.identity(window.param, p), swapped
 
 
 def components(leaves: dict[str, Tensor], terms: list[Term], create_graph: bool) -> list[Component]:
     """Group terms that reach a common parameter; parameters that no term reaches are in none."""
-    groups: list[tuple[set[str], list[Term]]] = []
-    for term in terms:
-        touching = [g for g in groups if g[0] & set(term.params)]
-        names = set(term.params).union(*(g[0] for g in touching))
-        merged = [t for g in touching for t in g[1]] + [term]
-        groups = [g for g in groups if g not in touching] + [(names, merged)]
-    return [
-        Component({k: p for k, p in leaves.items() if k in names}, own, create_graph) for names, own in groups
-    ]
+    owner: dict[str, int] = {}  # parameter -> its group
+    groups: dict[int, list[Term]] = {}
+    for i, term in enumerate(terms):
+        touching = list(dict.fromkeys(owner[k] for k in term.params if k in owner))
+        groups[i] = [t for j in touching for t in groups.pop(j)] + [term]
+        owner |= {k: i for k, j in owner.items() if j in touching} if touching else {}
+        owner |= dict.fromkeys(term.params, i)
+    names: dict[int, dict[str, Tensor]] = {i: {} for i in groups}
+    for k, p in leaves.items():
+        if k in owner:
+            names[owner[k]][k] = p
+    return [Component(names[i], own, create_graph) for i, own in groups.items()]

@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from . import compiled, modes, nested, trees
 from .arguments import Call, Options, Params, check_call
 from .errors import InputError, PexgradError, TraceError
+from .fakes import TRACING
 from .jacobian import Jacobian
 from .loss import ExampleLosses
-from .lower import Lowered, flat_values, lower, with_arguments
+from .lower import Lowered, flat_values, lower
+from .lowered_module import with_arguments
 from .pipeline import Pipeline, without_autocast
 from .rebind import Bound
-from .trace import _lock as TRACING
+from .stacked import Stacked, is_random, run_stacked
+from .stacking import rule_for
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,6 +69,22 @@ def _uncompiled(
     call: Callable[..., Any], transform: Composable, params: Params, x: Any, y: Any, options: dict[str, Any]
 ) -> Any:
     return call(transform, params, x, y, **options)
+
+
+def _in_words(smallest: int, largest: int | None) -> int | str:
+    if largest is None:
+        return f"{smallest} or more" if smallest else "any"
+    return smallest if smallest == largest else f"{smallest} to {largest}"
+
+
+def _counted(tree: Any, call: Call, mask: Tensor) -> Any:
+    """The examples with those that a mask does not count replaced by the first that it counts: padding may hold anything."""
+    index = torch.where(mask, torch.arange(call.batch, device=mask.device), mask.int().argmax())
+    return trees.map_tensors(lambda t: t[index], tree) if call.batch else tree
+
+
+def _bytes_of_rows(call: Call) -> int:
+    return call.batch * sum(call.params[k].numel() * call.params[k].element_size() for k in call.trainable)
 
 
 def _as_dict(params: Any) -> Any:
@@ -109,13 +129,16 @@ class Composable:
         self._kept_alive: list[list[Any]] = []  # what the keys of _pipelines identify
         self._lowered: dict[Any, list[Lowered]] = {}
         self._by_structure: dict[nested.Structure, Self] = {}
-        # one for all: torch keeps the state of a trace, symbolic sizes included, for the whole process
         self._lock = TRACING
         self._handle = compiled.handle(self)
 
-    def _answer(self, jacobian: Jacobian) -> Any:
-        """What the transform returns, from the Jacobian of the whole batch."""
+    def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
+        """What the transform returns, from the Jacobian of the whole batch and a mask (B,) if it takes one."""
         raise NotImplementedError
+
+    def _check_mask(self, call: Call, mask: Tensor) -> None:
+        """Raise where a mask cannot be part of the flat graph."""
+        call.check_mask(mask)
 
     # What compiled code needs to know of the result: whether it is tensors, how it is put together from a flat list of
     # them (entries by name at `paths`), and their shapes and dtypes.
@@ -158,7 +181,8 @@ class Composable:
         Args:
             params: as for the function; names left out become buffers of the graph module, shared with the model.
             x: inputs (B, ...) of the kind that the graph is for; every batch size is served where the loss and the rules
-                work on whole batches, which `graph.meta["batch"]` tells: "any", or the one size.
+                work on whole batches, which `graph.meta["batch"]` tells: `"any"`, `"2 or more"`, or the one size. The graph
+                refuses any other size; lower again for that one (as the function itself does under `torch.func.vmap`).
             y: targets, likewise.
 
         Returns:
@@ -178,10 +202,10 @@ class Composable:
                 (lambda result: result) if paths is None else (lambda result: _nested_result(result, paths))
             )
             graph = with_arguments(lowered, call, (params, x, y), transform._model.buffers(), whole)
-        graph.meta["batch"] = lowered.batch if isinstance(lowered.batch, int) else "any"
+        graph.meta["batch"] = _in_words(*lowered.sizes(call.batch))
         return graph
 
-    def _graph(self, call: Call) -> Lowered:
+    def _graph(self, call: Call, *further: Tensor) -> Lowered:
         """The flat graph that serves a call, from the cache if it is there."""
         if not self._is_of_tensors:
             raise InputError(
@@ -192,30 +216,75 @@ class Composable:
                 f'strategy={self._options.strategy!r} has no flat graph: it runs the model itself; use "crb"'
             )
         with self._lock:
-            known = self._lowered.setdefault(self._signature(call), [])
+            known = self._lowered.setdefault((self._signature(call), len(further)), [])
             for lowered in known:
                 if lowered.serves(call.batch):
                     return lowered
             buffers = list(self._model.buffers().values())
-            known.append(lower(self._pipeline(call), call, buffers, self._options, self._answer))
+            known.append(lower(self._pipeline(call), call, buffers, self._options, self._answer, further))
             return known[-1]
 
     def _through_graph(self, params: Params, x: Any, y: Any, options: dict[str, Any]) -> Any:
         """A call with tensors of a `torch.func` transform, which allows no autograd inside: through the flat graph."""
         name = type(self).__name__
-        given = [k for k, v in options.items() if v is not None]
+        mask = options.get("mask")
+        given = [k for k, v in options.items() if v is not None and k != "mask"]
         if given:
             raise InputError(f"{name} takes no {', '.join(given)}= inside a torch.func transform")
         if modes.is_differentiated((params, x, y)) and not self._options.create_graph:
             raise InputError(f"differentiating {name} with torch.func needs {name} with create_graph=True")
         call = check_call(self._model, params, x, y)
+        further = ()
+        if mask is not None:
+            self._check_mask(call, mask)
+            x, y = (_counted(tree, call, mask) for tree in (x, y))
+            further = (mask,)
         with modes.outside_transforms(), modes.recording():
-            lowered = self._graph(
-                check_call(self._model, *(trees.map_tensors(modes.one_of, t) for t in (dict(params), x, y)))
-            )
-        values = flat_values(call.params, list(self._model.buffers().values()), x, y)
+            arguments = (trees.map_tensors(modes.one_of, t) for t in (dict(params), x, y))
+            lowered = self._graph(check_call(self._model, *arguments), *map(modes.one_of, further))
+        values = [*flat_values(call.params, list(self._model.buffers().values()), x, y), *further]
         with without_autocast(values[0].device.type):
             return lowered.run(values)
+
+    def of_members(
+        self, params: Mapping[str, Any], x: Any, y: Any, members: int, stacked_data: bool, most: int | None
+    ) -> tuple[Any] | None:
+        """The results of several members in one run of the flat graph, the members on dimension 0 of `params`.
+
+        None, with `most`, where the call has no such graph or a member's rows take more than that many bytes.
+        """
+        if nested.is_nested(params):
+            paths = nested.structure(params)
+            flat = self._flat(paths).of_members(nested.flatten(params), x, y, members, stacked_data, most)
+            return None if flat is None else (_nested_result(flat[0], paths),)
+        with modes.outside_transforms(), modes.recording():
+            params, x, y = map(modes.recordable, (dict(params), x, y))
+            one = (trees.map_tensors(lambda t: t[0], tree) if stacked_data else tree for tree in (x, y))
+            call = check_call(self._model, {k: p[0] for k, p in params.items()}, *one)
+            if most is not None and (
+                self._options != Options(verify=self._options.verify) or _bytes_of_rows(call) > most
+            ):
+                return None
+            try:
+                lowered = self._graph(call)
+                if is_random(lowered.module):
+                    raise TraceError(
+                        "each member draws random numbers of its own, so members cannot run together"
+                    )
+            except (InputError, TraceError):
+                if most is None:
+                    raise
+                return None
+        own = {k: p.detach() for k, p in call.params.items()} | {
+            k: Stacked(p.detach()) for k, p in params.items()
+        }
+        values = flat_values(own, list(self._model.buffers().values()), x, y)
+        if stacked_data:
+            shared = len(own) + len(self._model.buffers())
+            values = values[:shared] + list(map(Stacked, values[shared:]))
+        with torch.no_grad(), without_autocast(call.params[next(iter(params))].device.type):
+            flat = run_stacked(lowered.module, values, members, rule_for)
+        return (pytree.tree_unflatten(flat, lowered.spec),)
 
     # --- pickle -----------------------------------------------------------------------------------
 

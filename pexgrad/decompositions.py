@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from .contractions import CONTRACTIONS
+from .errors import ANY_MODEL, TraceError
+from .lookups import LOOKUPS
+from .source import calling_line
+
 aten = torch.ops.aten
 
 # (input's part of the gates, state, w_hh, b_hh) -> state, of which the first tensor is the step's output
@@ -127,6 +132,19 @@ def take_along_dim(x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor
     return expanded(x).gather(dim, expanded(indices))
 
 
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """w = g v / |v|; torch's fused kernel takes |v| for a constant in its second derivative."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def refuse_packing(*_: Any) -> Any:
+    """`pack_padded_sequence` lays sequences out by their lengths, which are data."""
+    raise TraceError(
+        f"a packed sequence (at {calling_line()}) is laid out by the lengths of all examples, which no graph can follow; run the "
+        f"recurrent layer on the padded batch and read each example's output at its length (gather), or {ANY_MODEL}"
+    )
+
+
 DECOMPOSITIONS = {
     aten.lstm.input: _lstm,
     aten.gru.input: _one_state(gru_step),
@@ -137,4 +155,8 @@ DECOMPOSITIONS = {
     aten.rnn_tanh_cell.default: _cell(tanh_step),
     aten.rnn_relu_cell.default: _cell(relu_step),
     aten.take_along_dim.default: take_along_dim,
+    aten._weight_norm.default: weight_norm,
+    aten._pack_padded_sequence.default: refuse_packing,
+    **LOOKUPS,
+    **CONTRACTIONS,
 }

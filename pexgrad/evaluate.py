@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from .factors import Factor, Replay
 from .flow import nodes_in
-from .layout import Layout
+from .layout import Anywhere, Layout
 from .plan import Use
 from .rules.registry import GIVEN, Rule
 from .sites import Operand, Site
@@ -74,15 +74,52 @@ class RuleCall:
     given: tuple[str, ...]
 
 
-def cotangents(forward: Forward, losses: Tensor, create_graph: bool) -> list[Tensor | None]:
-    """dL_b / d(activation), for every edge: one backward that computes no parameter's gradient."""
-    edges = [e for e in forward.edges if e is not None]
-    if not edges or not losses.requires_grad:
+def cotangents(
+    forward: Forward, losses: Tensor, sites: Sequence[BoundSite], create_graph: bool
+) -> list[Tensor | None]:
+    """dL_b / d(activation), for every edge: one backward that computes no parameter's gradient.
+
+    Where the examples' parts of an activation overlap, (b, *shape): there it takes a backward for each example.
+    """
+    if not losses.requires_grad:
         return [None] * len(forward.edges)
-    with torch.enable_grad():
-        total = losses.sum()
-    grads = iter(torch.autograd.grad(total, edges, create_graph=create_graph, allow_unused=True))
-    return [None if e is None else next(grads) for e in forward.edges]
+    apart = {
+        i
+        for site in sites
+        for i, at in zip(site.slots.edges, site.layouts, strict=True)
+        if isinstance(at, Anywhere) and forward.edges[i] is not None
+    }
+    together = [i for i, e in enumerate(forward.edges) if e is not None and i not in apart]
+    found: dict[int, Tensor | None] = {}
+    if apart:
+        found |= _cotangents_apart(forward, losses, sorted(apart), create_graph)
+    if together:
+        with torch.enable_grad():
+            total = losses.sum()
+        edges = [forward.edges[i] for i in together]
+        grads = torch.autograd.grad(total, edges, create_graph=create_graph, allow_unused=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        found |= dict(zip(together, grads, strict=True))
+    return [found.get(i) for i in range(len(forward.edges))]
+
+
+def _cotangents_apart(
+    forward: Forward, losses: Tensor, edges: list[int], create_graph: bool
+) -> dict[int, Tensor | None]:
+    of_examples = [
+        torch.autograd.grad(  # pyright: ignore[reportCallIssue]
+            loss, [forward.edges[i] for i in edges],  # pyright: ignore[reportArgumentType]
+            retain_graph=True, create_graph=create_graph, allow_unused=True,
+        )
+        for loss in losses.unbind()
+    ]  # fmt: skip
+    return {i: _stacked(column) for i, column in zip(edges, zip(*of_examples, strict=True), strict=True)}
+
+
+def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
+    present = next((g for g in grads if g is not None), None)
+    if present is None:
+        return None
+    return torch.stack([torch.zeros_like(present) if g is None else g for g in grads])
 
 
 def factors(

@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass, fields
 
 from torch import Tensor
 
+from .component import Term, components
 from .evaluate import BoundSite
 from .factors import Factor
 from .flow import operation
@@ -60,8 +61,11 @@ def explain(
         how = "loop" if strategy == "naive" else "aliases"
         lines = [Line(k, "(any)", "", strategy, how, "from rows", size[k], "", "") for k in trainable]
     else:
+        by_rows = _by_rows(pipeline, uses, params)
         lines = [
-            _line(pipeline, site, o, f, k, size[k], _tied(uses, k)) for site, o, f in uses for k in o.params
+            _line(pipeline, site, o, f, k, size[k], _tied(uses, k), k in by_rows)
+            for site, o, f in uses
+            for k in o.params
         ]
         used = {line.parameter for line in lines}
         lines += [
@@ -76,6 +80,12 @@ def _tied(uses: Uses, parameter: str) -> bool:
     return sum(parameter in operand.params for _, operand, _ in uses) > 1
 
 
+def _by_rows(pipeline: Pipeline, uses: Uses, params: dict[str, Tensor]) -> set[str]:
+    """Parameters whose norms take rows, whatever the factors could do: computed from others, or used in parts that overlap."""
+    terms = [Term(params[o.params[0]], o.params, pipeline.windows[o.node], f) for _, o, f in uses]
+    return {k for c in components(params, terms, False) if c.windows() is None for k in c.leaves}
+
+
 def _line(
     pipeline: Pipeline,
     bound: BoundSite,
@@ -84,6 +94,7 @@ def _line(
     parameter: str,
     size: int,
     tied: bool,
+    by_rows: bool,
 ) -> Line:
     node = bound.site.node
     rule = next(use.rule for use in bound.uses if use.operand is operand)
@@ -101,7 +112,11 @@ def _line(
         module=str(node.meta.get("path", "")),
         rule="fallback" if rule is None else rule.name,
         rows=factor.algorithm(),
-        norms="from kept rows" if factor.keeps_rows() else factor.norm_algorithm(),
+        norms="rows in pieces"
+        if by_rows
+        else "from kept rows"
+        if factor.keeps_rows()
+        else factor.norm_algorithm(),
         bytes=size,
         flags=" ".join(k for k, on in flags.items() if on),
         source=str(node.meta.get("source", "")),

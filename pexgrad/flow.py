@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -16,7 +16,9 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from .errors import ANY_MODEL, TraceError
-from .trace import Trace
+
+if TYPE_CHECKING:
+    from .trace import Trace
 
 aten = torch.ops.aten
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from .component import Component, Term, components
 from .errors import InputError
 from .factors import Factor, Rows
+from .factors._base import accumulable, square
 from .factors.joined import join
 from .modes import recording
 from .pullback import Window
@@ -28,7 +29,7 @@ class Moments:
     """The first two moments of the rows over the batch, by parameter."""
 
     mean: dict[str, Tensor]  # (*shape): sum_b g_b / B
-    second: dict[str, Tensor]  # (*shape): sum_b |g_b|^2 / B, elementwise
+    second: dict[str, Tensor]  # (*shape): sum_b |g_b|^2 / B, elementwise; half precision gives float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,14 +129,13 @@ class Jacobian:
             raise InputError(
                 "the two Jacobians are for different parameters, so their rows have no inner products"
             )
-        theirs = {k: c for c in other._components for k in c.leaves}
         with self._mode():
-            parts, done = [], set()
-            for c in self._components:
-                for k in c.leaves:
-                    if k in theirs and k not in done:
-                        done |= set(c.leaves)
-                        parts.append(c.gram(theirs[k]))
+            parts = [
+                c.gram(d)
+                for c in self._components
+                for d in other._components
+                if not c.leaves.keys().isdisjoint(d.leaves)
+            ]
             return (
                 torch.stack(_one_dtype(parts)).sum(0)
                 if parts
@@ -149,7 +149,11 @@ class Jacobian:
             squares: dict[str, Tensor] = {}
             for c in self._components:
                 squares |= c.sum_squares()
-            zeros = {k: torch.zeros_like(p) for k, p in self.leaves.items() if k not in squares}
+            zeros = {
+                k: square(accumulable(torch.zeros_like(p)))
+                for k, p in self.leaves.items()
+                if k not in squares
+            }
             second = {k: (squares | zeros)[k] / max(1, self.batch) for k in self.leaves}
         return Moments(self.vjp(weights), second)
 

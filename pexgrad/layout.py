@@ -59,6 +59,27 @@ class Layout:
         return x * each.to(x.dtype)
 
 
+@dataclass(frozen=True)
+class Anywhere(Layout):
+    """Copies of parameters that every example may use anywhere: which it does use, only its own cotangent tells.
+
+    The cotangents of the examples are then kept apart from the start, (b, *shape), and all positions along `dim` are
+    each example's.
+    """
+
+    def split(self, x: Tensor, batch: int) -> Tensor:
+        """(b, t, *rest) from cotangents (b, *shape)."""
+        return x.movedim(self.dim + 1, 1)
+
+    def only(self, x: Tensor, batch: int, b: int) -> Tensor:
+        """The cotangent of example b."""
+        return x[b]
+
+    def scale(self, x: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of the cotangents."""
+        return torch.tensordot(weights.to(x.dtype), x, 1)
+
+
 def candidates(fake: Any, symbol: Any) -> Iterator[Layout]:
     """Every layout that a tensor's symbolic shape allows, the likeliest first."""
     dims = batch_dims(fake, symbol)

@@ -13,7 +13,9 @@ examples (a loss written for one example, the fallback for an operation without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,23 +27,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from . import trees
 from .arguments import Call, Options
 from .errors import TraceError, VerificationError
+from .fakes import TRACING, computes_metadata, fake, fake_batch
 from .flow import operation
-from .jacobian import Jacobian
 from .pipeline import Pipeline
+from .portable import make_portable, reshape_views, without_checks
 from .still import StandStill
-from .trace import _METADATA, HINT, _fake, _fake_batch, _lock
-from .verify import _worst as largest_error
+from .verify import largest_error
 
 aten = torch.ops.aten
 
-Answer = Callable[[Jacobian], Any]  # what a transform returns, from the Jacobian of the whole batch
+Answer = Callable[
+    ..., Any
+]  # what a transform returns, from the Jacobian of the whole batch and further (B, ...) tensors
+
+
+_LARGEST = 1 << 12  # conditions on a batch size that no code of this size meets do not occur
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,26 +65,62 @@ class Lowered:
             return batch == self.batch
         return all(bool(g.subs(self.batch, batch)) for g in self.guards)
 
+    def sizes(self, batch: int) -> tuple[int, int | None]:
+        """The smallest and the largest batch size, around `batch`, that the graph serves; None: there is no largest."""
+        if isinstance(self.batch, int):
+            return self.batch, self.batch
+        low, high = batch, batch
+        while low > 0 and self.serves(low - 1):
+            low -= 1
+        while high < _LARGEST and self.serves(high + 1):
+            high += 1
+        return low, None if high == _LARGEST else high
+
     def run(self, values: Sequence[Tensor]) -> Any:
         """The result for these values."""
         return pytree.tree_unflatten(self.module(*values), self.spec)
 
 
 def lower(
-    pipeline: Pipeline, call: Call, buffers: Sequence[Tensor], options: Options, answer: Answer
-) -> Lowered:
-    """The graph of a call, for every batch size if that is possible and for this one if not."""
+    pipeline: Pipeline, call: Call, buffers: Sequence[Tensor], options: Options, answer: Answer,
+    further: Sequence[Tensor] = (),
+) -> Lowered:  # fmt: skip
+    """The graph of a call, for every batch size if that is possible and for this one if not.
+
+    `further` are (B, ...) tensors that the answer takes, and the graph after all others.
+    """
     if options.create_graph:
         _refuse_stop_gradients(pipeline)
+    _refuse_readings(pipeline)
     try:
-        lowered = _record(pipeline, call, buffers, options, answer, symbolic=True)
+        with _quiet():
+            lowered = _record(pipeline, call, buffers, options, answer, further, symbolic=True)
     except TraceError:  # some operations' shape functions take no symbolic size
         lowered = None
     if lowered is None or not lowered.serves(call.batch):
-        lowered = _record(pipeline, call, buffers, options, answer, symbolic=False)
+        lowered = _record(pipeline, call, buffers, options, answer, further, symbolic=False)
     if options.verify:
-        _verify(lowered, pipeline, call, buffers, options, answer)
+        _verify(lowered, pipeline, call, buffers, options, answer, further)
     return lowered
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's notes on operations that take no symbolic size, for which there is the second recording."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _refuse_readings(pipeline: Pipeline) -> None:
+    for reading, _ in pipeline.trace.readings:
+        raise TraceError(
+            f"the model's Python code reads a number from tensors (at {reading.source}), which is checked at every call of the "
+            "function and cannot be in a flat graph; call the function itself"
+        )
 
 
 def _verify(
@@ -88,12 +130,14 @@ def _verify(
     buffers: Sequence[Tensor],
     options: Options,
     answer: Answer,
+    further: Sequence[Tensor],
 ) -> None:
     """Raise where the graph and the call itself give different results."""
     params = {k: p.detach().requires_grad_(k in call.trainable) for k, p in call.params.items()}
     with StandStill():
-        want = answer(pipeline.jacobian(params, buffers, call.trainable, call.x, call.y, call.batch, options))
-        got = lowered.run(flat_values(call.params, buffers, call.x, call.y))
+        jacobian = pipeline.jacobian(params, buffers, call.trainable, call.x, call.y, call.batch, options)
+        want = answer(jacobian, *further)
+        got = lowered.run([*flat_values(call.params, buffers, call.x, call.y), *further])
     worst = largest_error(
         *({str(i): t.detach() for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want))
     )
@@ -104,7 +148,7 @@ def _verify(
         )
 
 
-def flat_values(params: dict[str, Tensor], buffers: Sequence[Tensor], x: Any, y: Any) -> list[Tensor]:
+def flat_values(params: Mapping[str, Any], buffers: Sequence[Tensor], x: Any, y: Any) -> list[Any]:
     """The values that a flat graph takes, in its order."""
     return [*params.values(), *buffers, *trees.tensors(trees.as_call(x)), *trees.tensors(y)]
 
@@ -115,16 +159,17 @@ def _record(
     buffers: Sequence[Tensor],
     options: Options,
     answer: Answer,
+    further: Sequence[Tensor],
     *,
     symbolic: bool,
 ) -> Lowered:
     env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
     mode = _Fakes(shape_env=env, allow_non_fake_inputs=True)
-    examples = [*trees.tensors(trees.as_call(call.x)), *trees.tensors(call.y)]
+    examples = [*trees.tensors(trees.as_call(call.x)), *trees.tensors(call.y), *further]
     fakes = [
-        *(_fake(mode, p).requires_grad_(k in call.trainable) for k, p in call.params.items()),
-        *(_fake(mode, b) for b in buffers),
-        *(_fake_batch(mode, t, HINT) if symbolic else _fake(mode, t) for t in examples),
+        *(fake(mode, p).requires_grad_(k in call.trainable) for k, p in call.params.items()),
+        *(fake(mode, b) for b in buffers),
+        *(fake_batch(mode, t) if symbolic else fake(mode, t) for t in examples),
     ]
     batch = fakes[-len(examples)].shape[0]
     symbol = batch.node.expr if symbolic else None  # read before anything may fix it  # pyright: ignore[reportAttributeAccessIssue]
@@ -133,13 +178,17 @@ def _record(
     def run(*flat: Tensor) -> list[Tensor]:
         params, own_buffers, x, y = _unflat(flat, call, len(buffers))
         jacobian = pipeline.jacobian(params, own_buffers, call.trainable, x, y, batch, _batchwise(options))
-        leaves, found["spec"] = pytree.tree_flatten(answer(jacobian))
+        leaves, found["spec"] = pytree.tree_flatten(answer(jacobian, *flat[len(flat) - len(further) :]))
         return leaves
 
     module = _make_graph(run, fakes)
+    without_checks(module)
+    reshape_views(module)
     if any(map(_writes, module.graph.nodes)):
-        module = _make_graph(dispatch_functionalize(module, FunctionalTensorMode()), fakes)
-    _make_portable(module, differentiable=options.create_graph)
+        functional = dispatch_functionalize(module, FunctionalTensorMode())
+        # derivatives are in the graph by now, and what the model did without autograd no longer says so
+        module = _make_graph(functional, [t.detach() for t in fakes])
+    make_portable(module, differentiable=options.create_graph)
     if symbol is None:
         return Lowered(module, found["spec"], (), int(batch))
     return Lowered(module, found["spec"], tuple(_guards(env, symbol)), symbol)
@@ -149,7 +198,7 @@ def _guards(env: ShapeEnv, batch: sympy.Symbol) -> Iterator[sympy.Basic]:
     """What the recording took for granted about the batch size, except to compute metadata."""
     for guard in env.guards:
         filename = getattr(guard.sloc.framework_loc, "filename", str(guard.sloc.framework_loc))
-        if not any(part in filename for part in _METADATA):
+        if not computes_metadata(filename):
             yield guard.expr
     if batch in env.replacements:
         yield sympy.Eq(batch, env.replacements[batch])
@@ -196,7 +245,7 @@ def _unflat(
 def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
     try:
         # fused attention has no rule for vmap and no second derivative; its parts have both
-        with _lock, sdpa_kernel(SDPBackend.MATH):
+        with TRACING, sdpa_kernel(SDPBackend.MATH):
             module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     except Exception as e:
         lines = str(e).strip().splitlines()
@@ -210,75 +259,6 @@ def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.Gra
 
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-
-
-def _make_portable(module: fx.GraphModule, *, differentiable: bool) -> None:
-    graph = module.graph
-    for node in list(graph.nodes):
-        same = _same_as(node)
-        if same is not None:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-        elif node.target in _PORTABLE:
-            node.target = _PORTABLE[node.target]
-        elif node.target in _METHODS:
-            node.op, node.target = "call_method", _METHODS[node.target]
-    if not differentiable:
-        _cut_gradients(graph)
-    graph.lint()
-    module.recompile()
-
-
-_PORTABLE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
-_METHODS = {aten.sym_size.int: "size", aten.sym_numel.default: "numel"}
-
-# position, among the arguments of a slice and its relatives, of the dimension, which (start, end, step) follow
-_SLICES = {aten.slice.Tensor: 1, aten.slice_scatter.default: 2, aten.slice_backward.default: 2}
-_TO_THE_END = torch.iinfo(torch.int64).max
-
-
-def _same_as(node: fx.Node) -> Any:
-    """An operand that is all that the node gives; None where the node does something."""
-    if node.target in (aten.detach.default, aten.alias.default):
-        return node.args[0]
-    if node.target is aten.copy.default:  # the functional `copy(destination, source)`
-        source = node.args[1]
-        before, after = (n.meta["val"] for n in (source, node))  # type: ignore[union-attr]
-        alike = (
-            before.dtype == after.dtype
-            and before.device == after.device
-            and list(before.shape) == list(after.shape)
-        )
-        return source if alike else None
-    at = _SLICES.get(node.target)  # type: ignore[arg-type]
-    if at is None:
-        return None
-    _, start, end, step = (*node.args[at:], *(0, 0, _TO_THE_END, 1)[len(node.args) - at :])
-    whole = start in (0, None) and end in (None, _TO_THE_END) and step == 1
-    if not whole:
-        # no number that large passes through vmap
-        node.args = tuple(
-            _end_of(node) if i == at + 2 and a == _TO_THE_END else a for i, a in enumerate(node.args)
-        )
-        return None
-    return node.args[1 if node.target is aten.slice_scatter.default else 0]
-
-
-def _end_of(node: fx.Node) -> Any:
-    sizes, dim = (node.args[1], node.args[2]) if node.target is aten.slice_backward.default else (None, 0)
-    return None if sizes is None else sizes[dim]  # type: ignore[index]
-
-
-def _cut_gradients(graph: fx.Graph) -> None:
-    """Let no gradient pass, so that without `create_graph` the result is a constant, as the function's is."""
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    for node in inputs:
-        if not node.meta["val"].is_floating_point() and not node.meta["val"].is_complex():
-            continue
-        with graph.inserting_after(inputs[-1]):
-            cut = graph.call_function(aten.detach.default, (node,))
-        cut.meta.update(node.meta)
-        node.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
 
 
 def _refuse_stop_gradients(pipeline: Pipeline) -> None:
@@ -296,94 +276,3 @@ def _is_plain(node: fx.Node) -> bool:
     if node.op != "call_function" or isinstance(node.target, OpOverload):
         return True
     return getattr(node.target, "__module__", "") in ("_operator", "torch", "math", "pexgrad.tap", "torch._C")
-
-
-# --- the same graph with the function's own arguments -------------------------------------------------
-
-
-def with_arguments(
-    lowered: Lowered,
-    call: Call,
-    given: tuple[Any, Any, Any],
-    buffers: dict[str, Tensor],
-    whole: Callable[[Any], Any],
-) -> fx.GraphModule:
-    """The graph as a module called like the function: `module(params, x, y)`; `given` are examples of those three.
-
-    `whole` gives the result its last shape.
-
-    Parameters that were not given, and buffers, become buffers of the module: the same tensors as the model's own.
-    """
-    leaves, spec = pytree.tree_flatten((given, {}))
-    names = [
-        _name(path, own)
-        for own, tree in zip(("params", "x", "y"), given, strict=True)
-        for path, _ in pytree.tree_flatten_with_path(tree)[0]
-    ]
-    args = [n for n in lowered.module.graph.nodes if n.op == "placeholder"]
-    n_examples = len(trees.tensors(trees.as_call(call.x))) + len(trees.tensors(call.y))
-    n_given = sum(isinstance(v, Tensor) for v in leaves) - n_examples
-    own = {k: call.params[k].detach() for k in list(call.params)[n_given:]} | buffers
-    if n_given < 0 or len(args) != n_given + len(own) + n_examples:
-        raise TraceError(
-            "this call cannot be lowered: its inputs are of classes that torch's pytree does not take apart; pass them as "
-            "tensors, tuples, lists and dicts, or register the class with torch.export.register_dataclass"
-        )
-    root, graph = _root(lowered.module, own), fx.Graph()
-    bound = args[:n_given] + args[n_given + len(own) :]
-    new = _placeholders(graph, leaves, names, bound)
-    for node, k in zip(args[n_given:], own, strict=False):
-        new[node] = graph.get_attr(_safe(k))
-        new[node].meta.update(node.meta)
-    tree = whole(pytree.tree_unflatten(list(graph.graph_copy(lowered.module.graph, new)), lowered.spec))  # pyright: ignore[reportArgumentType]
-    result, result_spec = pytree.tree_flatten(tree)
-    _name_results(tree)
-    graph.output(result)
-    graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(["params", "x", "y"], spec, result_spec)))
-    graph.lint()
-    return fx.GraphModule(root, graph, "Lowered")
-
-
-def _placeholders(
-    graph: fx.Graph, leaves: list[Any], names: list[str], bound: Sequence[fx.Node]
-) -> dict[fx.Node, fx.Node]:
-    """One for each leaf, those that are no tensors included; old node -> new node."""
-    left, new = iter(bound), {}
-    for leaf, name in zip(leaves, names, strict=True):
-        node = graph.placeholder(name)
-        if isinstance(leaf, Tensor):
-            old = next(left)
-            node.meta.update(old.meta)
-            new[old] = node
-    return new
-
-
-def _root(module: fx.GraphModule, own: dict[str, Tensor]) -> torch.nn.Module:
-    """What the graph's attributes are read from: the constants of the flat one, and the model's own tensors."""
-    root = torch.nn.Module()
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            root.register_buffer(node.target, getattr(module, node.target))
-    for k, t in own.items():
-        root.register_buffer(_safe(k), t)
-    return root
-
-
-def _name_results(tree: Any) -> None:
-    """Name the nodes of the result by their place in it."""
-    for path, node in pytree.tree_flatten_with_path(tree)[0]:
-        if isinstance(node, fx.Node) and node.op == "call_function":
-            node._rename(_name(path, "result"))
-
-
-def _name(path: Sequence[Any], *before: str) -> str:
-    """A place in a tree as a name."""
-    return _safe("_".join([*before, *map(_word, path)]))
-
-
-def _word(key: Any) -> str:
-    return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
-
-
-def _safe(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)

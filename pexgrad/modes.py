@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import trees
 
@@ -25,6 +26,13 @@ def recording(differentiable: bool = True) -> Iterator[None]:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(differentiable))
+        yield
+
+
+@contextlib.contextmanager
+def differentiable_kernels(wanted: bool) -> Iterator[None]:
+    """Attention by its formula where the result is to be differentiated again: fused kernels have no second derivative."""
+    with sdpa_kernel(SDPBackend.MATH) if wanted else contextlib.nullcontext():
         yield
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
+from .factors._base import accumulable
 
 
 def add_noise(
@@ -27,8 +28,9 @@ def add_noise(
 
     What is private: the noisy sum, to the extent that an accountant says for your sampling of batches. What is not: `norms` and
     `losses` of the same call, the clean `grads`, and anything chosen by looking at them. The noise is floating-point
-    noise from a pseudo-random generator; it does not withstand an adversary who exploits the rounding of
-    floating-point numbers (Mironov 2012) or who knows the seed.
+    noise from a pseudo-random generator that is not a cryptographic one; it does not withstand an adversary who exploits
+    the rounding of floating-point numbers (Mironov 2012) or who knows the seed. Half precision is noised in float32 and
+    rounded afterwards; a complex gradient counts as two real ones.
 
     Args:
         grads: name -> (*shape), the sum of clipped gradients.
@@ -47,13 +49,33 @@ def add_noise(
         if not 0 <= number < float("inf"):
             raise InputError(f"{name}={number!r} must be a finite number, at least 0")
     scale = noise_multiplier * max_norm
-    return {k: g + scale * _normal(g, generator or _fresh_generator(g.device)) for k, g in grads.items()}
+    return {k: _noisy(g, scale, generator or _fresh_generator(g.device)) for k, g in grads.items()}
+
+
+def _noisy(g: Tensor, scale: float, generator: torch.Generator) -> Tensor:
+    if g.is_complex():  # both parts: torch's own complex normal numbers have half the variance in each
+        return torch.view_as_complex(_noisy(torch.view_as_real(g.resolve_conj()), scale, generator))
+    wide = accumulable(
+        g
+    )  # normal numbers in half precision are few; the noisy sum is rounded once, afterwards
+    noise = torch.randn(g.shape, generator=generator, device=generator.device, dtype=wide.dtype)
+    return (wide + scale * noise.to(g.device)).to(g.dtype)
+
+
+# where a CPU generator's state, as bytes, holds the words of its Mersenne twister
+_WORDS, _WORDS_AT = 624, 24
 
 
 def _fresh_generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(secrets.randbits(63))
+    """A generator that nobody can try all seeds of.
 
-
-def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(like.shape, generator=generator, device=generator.device, dtype=like.dtype)
-    return noise.to(like.device)
+    A seed sets only 32 bits of the CPU's generator, so there the whole state is drawn. Others take the 63 bits.
+    """
+    generator = torch.Generator(device).manual_seed(secrets.randbits(63))
+    if device.type == "cpu":
+        state = generator.get_state()
+        words = state[_WORDS_AT : _WORDS_AT + 8 * _WORDS].view(torch.int64)
+        drawn = torch.frombuffer(bytearray(secrets.token_bytes(4 * _WORDS)), dtype=torch.int32)
+        words.copy_(drawn.long() & 0xFFFFFFFF)
+        generator.set_state(state)
+    return generator

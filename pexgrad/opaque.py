@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from .errors import ANY_MODEL, TraceError
+from .source import calling_line
 
 HOOKED = "hooked"  # key in a node's meta: the value passes through tensor hooks here
 
@@ -33,10 +34,11 @@ def opaque_functions() -> Iterator[None]:
 
     def traced_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         plain = apply.__get__(None, cls)
-        if (
-            cls is torch.utils.checkpoint.CheckpointFunction
-        ):  # (function, preserve_rng_state, *args): no more than a call
-            return args[0](*args[2:])
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            raise TraceError(
+                f"torch.utils.checkpoint with use_reentrant=True (at {calling_line()}) gives gradients to .backward() alone, "
+                "so there are none for one example; use checkpoint(..., use_reentrant=False)"
+            )
         if get_proxy_mode() is None or cls.__module__.startswith("torch."):
             return plain(*args, **kwargs)
         return _record(_named(plain, cls.__name__), args, kwargs)

@@ -107,7 +107,7 @@ class Pipeline:
         forward = self.program.run([*params.values(), *buffers, *trees.tensors(trees.as_call(x))])
         with torch.enable_grad():
             losses = self.losses(forward.outputs, y, batch)
-        grads = cotangents(forward, losses, create_graph)
+        grads = cotangents(forward, losses, self.sites, create_graph)
         uses = []
         with torch.set_grad_enabled(create_graph), without_autocast(losses.device.type):
             for site in self.sites:

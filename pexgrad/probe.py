@@ -14,11 +14,13 @@ from torch import Tensor, fx
 
 from .errors import MixedExamplesError, TraceError
 from .flow import batch_dims, value, where
-from .layout import Layout, candidates
+from .layout import Anywhere, Layout, candidates
 from .sample import changed
 from .sites import Site
 from .tap import Forward, Program
 from .trace import Trace
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,48 @@ def probe(
                 if not outputs[i]:
                     raise _mixed(trace, program, [*tensors, *inputs], [*tensors, *changed_inputs], b)
     chosen = [options[0] if options else None for options in outputs]
-    return Layouts(chosen, _edge_layouts(trace, sites, base, chosen, batch, generator))
+    edges = _edge_layouts(trace, sites, base, chosen, batch, generator)
+    apart = [i for i, at in enumerate(edges) if isinstance(at, Anywhere)]
+    if apart and not _same_alone(trace, program, tensors, inputs, base, Layouts(chosen, edges), apart):
+        site, _ = _activations(sites)[apart[0]]
+        raise MixedExamplesError(
+            f"the examples mix in {where(site.node)}: copies of parameters, one for each example, are put together in a way "
+            "that depends on the size of the batch"
+        )
+    return Layouts(chosen, edges)
+
+
+def _same_alone(
+    trace: Trace,
+    program: Program,
+    tensors: list[Tensor],
+    inputs: list[Tensor],
+    base: Forward,
+    at: Layouts,
+    apart: list[int],
+) -> bool:
+    """Whether each example's output, and its gradient in the operands of the edges `apart`, are those of a batch of one."""
+    if not trace.serves(1):
+        return False
+    batch = inputs[0].shape[0]
+    for b in range(batch):
+        alone = program.run([*tensors, *(t[b : b + 1] for t in inputs)])
+        for place, x, y in zip(at.outputs, base.outputs, alone.outputs, strict=True):
+            if place is not None and _differ(place.view(x, batch)[b], place.view(y, 1)[0]):
+                return False
+        # the same function of the output for both
+        here, there = (
+            _gradients(forward, at.outputs, n, k, torch.Generator().manual_seed(b))
+            for forward, n, k in ((base, batch, b), (alone, 1, 0))
+        )
+        if any(_differ(*(_of_operand(g[i], at.edges[i]) for g in (here, there))) for i in apart):
+            return False
+    return True
+
+
+def _of_operand(g: Tensor | None, at: Layout) -> Tensor:
+    """The gradient of what was expanded along the layout's dimension."""
+    return torch.zeros(()) if g is None else g.sum(at.dim)
 
 
 def first_layouts(trace: Trace, sites: list[Site], program: Program) -> Layouts:
@@ -71,7 +114,12 @@ def _output_nodes(program: Program) -> list[fx.Node]:
 def _spreads(at: Layout, before: Tensor, after: Tensor, batch: int, b: int) -> bool:
     """Whether anything but example b changed."""
     others = [i for i in range(batch) if i != b]
-    x, y = at.view(before.detach(), batch)[others], at.view(after.detach(), batch)[others]
+    return _differ(at.view(before, batch)[others], at.view(after, batch)[others])
+
+
+def _differ(x: Tensor, y: Tensor) -> bool:
+    """Whether two values differ by more than rounding."""
+    x, y = x.detach(), y.detach()
     if not (x.is_floating_point() or x.is_complex()):
         return not torch.equal(x, y)
     if x.numel() == 0 or torch.equal(x, y):
@@ -88,20 +136,31 @@ def _edge_layouts(
     batch: int,
     generator: torch.Generator,
 ) -> list[Layout]:
-    activations = [(site, out) for site in sites for out in site.outputs]
-    options = [list(candidates(value(out), trace.batch)) for _, out in activations]
+    activations = _activations(sites)
+    options: list[list[Layout]] = [list(candidates(value(out), trace.batch)) for _, out in activations]
     for b in range(batch):
         grads = _gradients(base, outputs, batch, b, generator)
         for i, g in enumerate(grads):
             if g is not None:
                 options[i] = [at for at in options[i] if _only(at, g, batch, b)]
+                site, out = activations[i]
+                if not options[i] and _is_copies(site):
+                    options[i] = [Anywhere(batch_dims(value(out), trace.batch)[0])]
                 if not options[i]:
-                    site, out = activations[i]
                     raise MixedExamplesError(
                         f"the examples mix in {where(site.node)}: the output of example {b} depends on other parts of its value, "
                         f"of shape {tuple(value(out).shape)}, than one dimension (or one part of a fold) that is the batch"
                     )
     return [o[0] for o in options]
+
+
+def _activations(sites: list[Site]) -> list[tuple[Site, fx.Node]]:
+    return [(site, out) for site in sites for out in site.outputs]
+
+
+def _is_copies(site: Site) -> bool:
+    """Whether the activation is a parameter-only value for each example, so that no example's part of it is another's data."""
+    return site.node.target is aten.expand.default
 
 
 def _gradients(
@@ -130,6 +189,8 @@ def _gradients(
 
 def _only(at: Layout, g: Tensor, batch: int, b: int) -> bool:
     """Whether `g` is zero outside example b."""
+    if isinstance(at, Anywhere):
+        return True
     others = [i for i in range(batch) if i != b]
     return not bool(torch.nan_to_num(at.view(g, batch)[others]).any())
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .factors._base import is_recorded
+from .factors._base import is_recorded, real
 from .flow import storage, value
 from .sites import Operand
 from .trace import Trace
@@ -94,15 +94,13 @@ def find_window(trace: Trace, operand: Operand, params: dict[str, Tensor]) -> Wi
         p = params[name]
         if storage(node) != storage(operand.node) or view.dtype != p.dtype or view.is_conj() or view.is_neg():
             continue
-        if not _is_dense(p) or p.storage_offset() or _overlaps(view):
+        if not _is_dense(p) or _overlaps(view):
             return None
-        whole = (
-            view.shape == value(node).shape
-            and view.stride() == value(node).stride()
-            and not view.storage_offset()
-        )
+        # relative: the parameter may itself be a part of a larger piece of memory
+        offset = int(view.storage_offset()) - int(value(node).storage_offset())
+        whole = view.shape == value(node).shape and view.stride() == value(node).stride() and not offset
         onto = view.numel() == p.numel() and 0 not in view.stride()
-        return Window(name, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()), whole, onto)
+        return Window(name, tuple(view.shape), tuple(view.stride()), offset, whole, onto)
     return None
 
 
@@ -166,7 +164,7 @@ def jvp(
     with torch.enable_grad():
         u = torch.zeros_like(derived).requires_grad_()
         grads = dict(vjp(derived, leaves, names, u, create_graph=True))
-        total = [(g * v[k].conj()).sum() for k, g in grads.items() if g.requires_grad]
+        total = [real(g * v[k].conj()).sum() for k, g in grads.items() if g.requires_grad]
         if not total:
             return torch.zeros_like(derived)
         (tangent,) = torch.autograd.grad(torch.stack(total).sum(), [u], create_graph=create_graph)

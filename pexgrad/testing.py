@@ -49,7 +49,7 @@ def _strategies() -> Any:
 
 
 def check_per_example_grad(
-    model: nn.Module | ModelConfig,
+    model: nn.Module | ModelConfig | ConvConfig | LinearConfig,
     x: Any,
     y: Any = None,
     loss: Loss = F.cross_entropy,
@@ -74,8 +74,7 @@ def check_per_example_grad(
         VerificationError: naming the parameter and the error, with the model as code and the inputs' shapes.
         PexgradError: where the library refuses the model.
     """
-    module = model.module() if isinstance(model, ModelConfig) else copy.deepcopy(model)
-    module = module.double()
+    module = (copy.deepcopy(model) if isinstance(model, nn.Module) else model.module()).double()
     x, y = (
         trees.map_tensors(lambda t: t.detach().double() if t.is_floating_point() else t, tree)
         for tree in (x, y)
@@ -128,9 +127,9 @@ def _as_code(model: Any, x: Any, y: Any) -> str:
 # --- layers ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ConvConfig:
-    """A convolution and the size of its input."""
+    """A convolution and the size of its input; its `repr` is code that makes the layer."""
 
     batch: int
     channels: tuple[int, int]
@@ -143,30 +142,56 @@ class ConvConfig:
     bias: bool
     padding_mode: str = "zeros"
 
+    def __repr__(self) -> str:
+        return repr(self._layer())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis would print the fields
+        printer.text(repr(self))
+
+    def _layer(self) -> Layer:
+        n = len(self.size)
+        given = {
+            "stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups,
+            "bias": self.bias, "padding_mode": self.padding_mode,
+        }  # fmt: skip
+        usual = {
+            "stride": [(1,) * n], "padding": [(0,) * n, "valid"], "dilation": [(1,) * n], "groups": [1], "bias": [True],
+            "padding_mode": ["zeros"],
+        }  # fmt: skip
+        kwargs = tuple((k, v) for k, v in given.items() if v not in usual[k])
+        return Layer(CONV[n - 1].__name__, (*self.channels, self.kernel), kwargs)
+
+    def module(self) -> nn.Module:
+        """The layer, always with the same weights."""
+        return _seeded(self._layer().module)
+
     def build(self) -> tuple[nn.Module, Tensor]:
-        """The layer, always with the same weights, and an input (B, C, *S)."""
-        layer = _seeded(
-            lambda: CONV[len(self.size) - 1](
-                *self.channels, self.kernel, self.stride, self.padding, self.dilation, self.groups, self.bias,  # type: ignore[arg-type]
-                self.padding_mode,  # pyright: ignore[reportArgumentType]
-            )
-        )  # fmt: skip
-        return layer, _seeded(lambda: torch.randn(self.batch, self.channels[0], *self.size))
+        """The layer and an input (B, C, *S)."""
+        return self.module(), _seeded(lambda: torch.randn(self.batch, self.channels[0], *self.size))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LinearConfig:
-    """A linear layer and the leading dimensions of its input, the batch first."""
+    """A linear layer and the leading dimensions of its input, the batch first; its `repr` is code that makes the layer."""
 
     batch: int
     positions: tuple[int, ...]
     features: tuple[int, int]
     bias: bool
 
+    def __repr__(self) -> str:
+        return repr(Layer("Linear", self.features, () if self.bias else (("bias", False),)))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis would print the fields
+        printer.text(repr(self))
+
+    def module(self) -> nn.Module:
+        """The layer, always with the same weights."""
+        return _seeded(lambda: nn.Linear(*self.features, bias=self.bias))
+
     def build(self) -> tuple[nn.Module, Tensor]:
-        """The layer, always with the same weights, and an input (B, *T, I)."""
-        layer = _seeded(lambda: nn.Linear(*self.features, bias=self.bias))
-        return layer, _seeded(lambda: torch.randn(self.batch, *self.positions, self.features[0]))
+        """The layer and an input (B, *T, I)."""
+        return self.module(), _seeded(lambda: torch.randn(self.batch, *self.positions, self.features[0]))
 
 
 def _seeded(make: Callable[[], Any], seed: int = 0) -> Any:
@@ -182,6 +207,7 @@ def conv_configs() -> SearchStrategy[ConvConfig]:
     >>> @given(conv_configs())
     ... def test(config):
     ...     layer, x = config.build()
+    ...     check_per_example_grad(config, x, loss=lambda output, _: output.square().flatten(1).sum(1))
     """
     return _strategies().composite(_draw_conv)()
 
@@ -240,6 +266,9 @@ class Layer:
         arguments = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs)]
         return f"nn.{self.name}({', '.join(arguments)})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis would print the fields
+        printer.text(repr(self))
+
     def module(self) -> nn.Module:
         """The layer itself."""
         return getattr(nn, self.name)(*self.args, **dict(self.kwargs))
@@ -255,6 +284,9 @@ class ModelConfig:
 
     def __repr__(self) -> str:
         return f"nn.Sequential({', '.join(map(repr, self.layers))})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis would print the fields
+        printer.text(repr(self))
 
     def module(self) -> nn.Module:
         """The model, always with the same weights."""

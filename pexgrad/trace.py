@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 from unittest import mock
 
-import einops
 import sympy
 import torch
 from torch import Tensor, fx, nn
@@ -25,20 +22,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from . import trees
 from .decompositions import DECOMPOSITIONS
+from .disguise import disguised
 from .errors import ANY_MODEL, PexgradError, TraceError
+from .fakes import HINT, TRACING, computes_metadata, fake, fake_batch
 from .opaque import opaque_functions, traced_data, traced_hooks
+from .readings import Answer, Reader, Reading, Values, answering, holds
 from .rebind import Bound
-
-# The batch size that tracing pretends to see. Not 0, 1 or 2, which code and kernels treat specially;
-# collisions with other sizes do no harm, for only the batch is symbolic.
-HINT = 13
-
-_lock = threading.RLock()
+from .source import calling_line, is_library
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +50,15 @@ class Trace:
     output_leaves: list[Any]  # a stand-in where the graph's output provides a tensor
     output_spec: pytree.TreeSpec
     guards: tuple[sympy.Basic, ...]
+    readings: tuple[tuple[Reading, Answer], ...]
 
     def serves(self, batch_size: int) -> bool:
         """Whether every branch that the model's code took on the batch size goes the same way here."""
         return all(bool(g.subs(self.batch, batch_size)) for g in self.guards)
+
+    def follows(self, params: Iterable[Tensor], buffers: Iterable[Tensor], inputs: Sequence[Tensor]) -> bool:
+        """Whether every number that the model's code read from tensors is what it was, for each of these examples."""
+        return not self.readings or holds(self.readings, Values(list(params), list(buffers), inputs))
 
     def output(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output object around the graph's output tensors."""
@@ -95,14 +95,27 @@ class Untraced:
 
 def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, hint: int = HINT) -> Trace:
     """Trace `model` at `params` on fake inputs shaped like `x` with a symbolic batch size."""
+    with TRACING:
+        with disguised(False, is_library) as asked:
+            try:
+                return _trace(model, params, trainable, x, hint)
+            except TraceError as e:
+                first = e
+        if asked:
+            with contextlib.suppress(TraceError), disguised(True, is_library):
+                return _trace(model, params, trainable, x, hint)
+        raise first
+
+
+def _trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, hint: int) -> Trace:
     leaves, spec = trees.flatten(trees.as_call(x))
     env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     buffers = model.buffers()
     tensors = [t for t in leaves if isinstance(t, Tensor)]
-    fake_params = [_fake(mode, p).requires_grad_(k in trainable) for k, p in params.items()]
-    fake_buffers = [_fake(mode, b) for b in buffers.values()]
-    fake_inputs = [_fake_batch(mode, t, hint) for t in tensors]
+    fake_params = [fake(mode, p).requires_grad_(k in trainable) for k, p in params.items()]
+    fake_buffers = [fake(mode, b) for b in buffers.values()]
+    fake_inputs = [fake_batch(mode, t, hint) for t in tensors]
     (batch,) = fake_inputs[0].shape[0].node.expr.free_symbols  # pyright: ignore[reportAttributeAccessIssue]
     seen: dict[str, Any] = {}
 
@@ -118,7 +131,8 @@ def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, 
         seen["leaves"] = [_stand_in(v) for v in out_leaves]
         return [v for v in out_leaves if isinstance(v, Tensor)]
 
-    with _lock, _tracing(batch) as branches:
+    reader = Reader(Values(list(params.values()), list(buffers.values()), tensors), batch)
+    with _tracing(batch, reader) as branches:
         try:
             gm = make_fx(
                 run,
@@ -134,7 +148,9 @@ def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, 
                 f"the model has no static graph: {type(e).__name__}: {_first_line(e)}{_user_line(e)}; "
                 f"control flow or shapes that depend on data cannot be traced: {ANY_MODEL}"
             ) from e
-    _refuse_fixed_batch(env, batch)
+    gm.graph.eliminate_dead_code()
+    reader.settle(gm.graph, gm)
+    _refuse_fixed_batch(env, batch, reader.fixed_at)
     _refuse_shapes_of_data(gm.graph, batch)
     if not seen["leaves"] or FROM_GRAPH not in seen["leaves"]:
         raise TraceError(
@@ -153,20 +169,8 @@ def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, 
         output_leaves=seen["leaves"],
         output_spec=seen["spec"],
         guards=tuple(branches),
+        readings=reader.readings(),
     )
-
-
-def _fake(mode: FakeTensorMode, t: Tensor) -> Tensor:
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.STATIC] * t.dim())
-    return mode.from_tensor(t.detach(), symbolic_context=context)
-
-
-def _fake_batch(mode: FakeTensorMode, t: Tensor, hint: int) -> Tensor:
-    # strided like the user's tensor in everything but the batch, so that channels_last stays channels_last
-    like = t.detach()[:1].expand(hint, *t.shape[1:]) if t.shape[0] else t.new_empty((hint, *t.shape[1:]))
-    like = torch.empty_like(like, device="meta" if t.device.type == "meta" else t.device)
-    dynamic = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (t.dim() - 1)
-    return mode.from_tensor(like, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))
 
 
 def _stand_in(leaf: Any) -> Any:
@@ -181,7 +185,7 @@ def _stand_in(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _tracing(batch: sympy.Symbol) -> Iterator[list[sympy.Basic]]:
+def _tracing(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]:
     """Gives the conditions on the batch size that the model's own code branches on."""
     branches: list[sympy.Basic] = []
     running: list[None] = []  # as long as the operations that are running are deep
@@ -190,6 +194,7 @@ def _tracing(batch: sympy.Symbol) -> Iterator[list[sympy.Basic]]:
         opaque_functions(),
         traced_hooks(),
         traced_data(),
+        answering(reader, running),
         torch.backends.opt_einsum.flags(enabled=False),  # its search for a path fixes every size
         mock.patch.object(builtins, "len", _traced_len(builtins.len)),
         mock.patch.object(nn.Module, "_apply", _apply),
@@ -219,7 +224,7 @@ def _noting_branches(
     def noted(self: SymNode) -> bool:
         condition = self.expr
         answer = bool_(self)
-        if not running and batch in condition.free_symbols and not _is_metadata(sys._getframe(1)):
+        if not running and condition.free_symbols == {batch} and not _is_metadata(sys._getframe(1)):
             branches.append(condition if answer else sympy.Not(condition))
         return answer
 
@@ -245,31 +250,14 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
     return module
 
 
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(f)) + os.sep
-    for f in (torch.__file__, einops.__file__, __file__, contextlib.__file__)
-)
-
-
 def _noting_source(create_node: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
     def noted(self: PythonKeyTracer, *args: Any, **kwargs: Any) -> fx.Node:
         node = create_node(self, *args, **kwargs)
-        node.meta["source"] = _calling_line()
+        node.meta["source"] = calling_line()
         node.meta["path"] = _paths[-1] if _paths else ""
         return node
 
     return noted
-
-
-def _calling_line() -> str:
-    """The innermost line of code that is neither torch's nor ours: `file.py:12`."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARIES) and not name.startswith("<"):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 _paths: list[str] = []
@@ -303,49 +291,23 @@ def _module_paths(forward: Callable[..., Any]) -> Iterator[None]:
         _paths.clear()
 
 
-# torch's own shape functions ask for sizes to compute the metadata of fake tensors
-_METADATA = tuple(
-    os.sep + os.path.join("torch", *parts)
-    for parts in (
-        ("_subclasses",),
-        ("_prims_common",),
-        ("_prims",),
-        ("_refs",),
-        ("_meta_registrations.py",),
-        ("_decomp",),
-    )
-)
-
-
 def _is_metadata(frame: FrameType | None) -> bool:
     for _ in range(6):
         if frame is None:
             return False
-        if any(part in frame.f_code.co_filename for part in _METADATA):
+        if computes_metadata(frame.f_code.co_filename):
             return True
         frame = frame.f_back
     return False
 
 
-def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol) -> None:
+def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, fixed_at: str) -> None:
     if batch not in env.replacements:
         return
-    guards = [g for g in env.guards if isinstance(g.expr, sympy.Eq)]
-    line = _source_of(guards[-1]) if guards else ""
+    line = f" (at {fixed_at})" if fixed_at else ""
     raise TraceError(
         f"the model turns the batch size into a plain number{line}, so that its graph holds for one batch size only; keep it as "
-        f"x.shape[0] or len(x), without int(), range() or a loop over the examples, or use {ANY_MODEL}"
-    )
-
-
-def _source_of(guard: Any) -> str:
-    frame = guard.sloc.maybe_user_loc or guard.sloc.framework_loc
-    return (
-        f" (at {frame.filename}:{frame.lineno})"
-        if hasattr(frame, "filename")
-        else f" (at {frame})"
-        if frame
-        else ""
+        f"x.shape[0] or len(x), without int(), range() or a loop over the examples; {ANY_MODEL}"
     )
 
 
@@ -370,7 +332,7 @@ def _user_line(e: BaseException) -> str:
     where, tb = "", e.__traceback__
     while tb is not None:
         name = tb.tb_frame.f_code.co_filename
-        if not name.startswith(_LIBRARIES) and not name.startswith("<"):
+        if not is_library(name):
             where = f" (at {name}:{tb.tb_lineno})"
         tb = tb.tb_next
     return where

@@ -27,6 +27,7 @@ from .errors import (
 from .explain import Explanation, explain
 from .jacobian import Jacobian
 from .loss import ExampleLosses, Loss
+from .modes import differentiable_kernels
 from .pipeline import Pipeline, build
 from .rebind import Bound, refuse_backward_hooks
 from .strategies import LOOPS
@@ -75,11 +76,20 @@ class Transform(Composable):
         params, buffers = self._values(call)
         if o.strategy != "crb":
             run = LOOPS[o.strategy]
-            return run(
-                self._model, self._loss, params, call.trainable, call.x, call.y, call.batch, o.create_graph
-            )
+            with differentiable_kernels(o.create_graph):
+                return run(
+                    self._model,
+                    self._loss,
+                    params,
+                    call.trainable,
+                    call.x,
+                    call.y,
+                    call.batch,
+                    o.create_graph,
+                )
         pipeline = self._pipeline(call)
-        return pipeline.jacobian(params, buffers, call.trainable, call.x, call.y, call.batch, o)
+        with differentiable_kernels(o.create_graph):
+            return pipeline.jacobian(params, buffers, call.trainable, call.x, call.y, call.batch, o)
 
     def _chunks(self, call: Call) -> Iterator[tuple[slice, Jacobian]]:
         """The Jacobian, a chunk of examples at a time; nothing for an empty batch."""
@@ -103,7 +113,7 @@ class Transform(Composable):
         with self._lock:
             known = self._pipelines.setdefault(key, [])
             for pipeline in known:
-                if pipeline.trace.serves(call.batch):
+                if pipeline.trace.serves(call.batch) and _follows(pipeline, call):
                     return pipeline
             refuse_backward_hooks(self._model.model)
             pipeline = self._build(call)
@@ -155,6 +165,11 @@ class Transform(Composable):
         )  # fmt: skip
 
 
+def _follows(pipeline: Pipeline, call: Call) -> bool:
+    inputs = trees.tensors(trees.as_call(call.x))
+    return pipeline.trace.follows(call.params.values(), call.module.buffers.values(), inputs)
+
+
 def _autocast(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -184,7 +199,7 @@ class PerExampleGrad(Transform):
     ) -> dict[str, Tensor]:
         return self._value_and_grad(params, x, y, out)[1]
 
-    def _answer(self, jacobian: Jacobian) -> Any:
+    def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.rows()
 
     _is_of_tensors = True
@@ -220,7 +235,7 @@ class PerExampleValueAndGrad(PerExampleGrad):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         return self._value_and_grad(params, x, y, out)
 
-    def _answer(self, jacobian: Jacobian) -> Any:
+    def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.losses, jacobian.rows()
 
     def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
@@ -246,7 +261,7 @@ class PerExampleGradNorm(Transform):
             return {k: torch.cat([n[k] for n in norms]) if norms else none for k in call.trainable}  # pyright: ignore[reportArgumentType]
         return torch.cat(norms) if norms else call.no_numbers()  # pyright: ignore[reportArgumentType]
 
-    def _answer(self, jacobian: Jacobian) -> Any:
+    def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.norms(self._per_param)
 
     _is_of_tensors = True
@@ -325,9 +340,26 @@ class ClippedGrad(Transform):
             return Clipped(call.zeros(), call.no_numbers(), call.no_numbers())
         return Clipped(grads, torch.cat(norms), torch.cat(losses))
 
-    def _answer(self, jacobian: Jacobian) -> Any:
+    def _check_mask(self, call: Call, mask: Tensor) -> None:
+        super()._check_mask(call, mask)
+        if callable(self._clipping.how):
+            raise InputError(
+                "clipped_grad takes no mask= inside a torch.func transform where clip is a function: it would see norms of "
+                'examples that do not count; use clip="flat", "per_parameter" or "automatic"'
+            )
+
+    def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         weights, norms = self._clipping.weights(jacobian)
-        return Clipped(jacobian.vjp(weights), norms, jacobian.losses)
+        if not further:
+            return Clipped(jacobian.vjp(weights), norms, jacobian.losses)
+        (mask,) = further  # the examples that it leaves out are copies of one that counts, if there is one
+
+        def only(w: Tensor) -> Tensor:
+            return torch.where(mask, w, 0)
+
+        weights = {k: only(w) for k, w in weights.items()} if isinstance(weights, dict) else only(weights)
+        grads = {k: torch.where(mask.any(), g, 0) for k, g in jacobian.vjp(weights).items()}
+        return Clipped(grads, only(norms), only(jacobian.losses))
 
     _is_of_tensors = True
 

@@ -58,8 +58,18 @@ def _close(tree: Any) -> Any:
     return pytree.tree_map(close_record, tree, is_leaf=lambda t: isinstance(t, _Record))
 
 
+# the structures of nearly every call, whose walk would take as long as a small model's rules
+_LEAF = pytree.tree_flatten(0)[1]
+_ONE_ARGUMENT = pytree.tree_flatten(((0,), {}))[1]
+
+
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Leaves and structure of `tree`, dataclasses included."""
+    match tree:
+        case Tensor():
+            return [tree], _LEAF
+        case ((Tensor() as x,), {**named}) if type(tree) is type(tree[0]) is tuple and not named:
+            return [x], _ONE_ARGUMENT
     leaves, spec = pytree.tree_flatten(tree)
     if any(map(_is_record, leaves)):
         return pytree.tree_flatten(_open(tree))

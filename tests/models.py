@@ -15,6 +15,7 @@ from cases import (  # noqa: F401 - importing a family adds its cases
     placement,
     products,
     random,
+    readings,
     recurrent,
     refused,
 )

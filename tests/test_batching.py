@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn as nn
-from oracle import assert_rows_equal
+from models import each, select
+from oracle import assert_rows_equal, copied
 from test_lower import TRANSFORMS, assert_same, mlp, named
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,6 +33,32 @@ def test_an_ensemble_is_its_members(name, strategy):
     got = pexgrad.ensemble(fn)(pexgrad.stack_params(members), x, y)
     want = [fn(named(m), x, y) for m in members]
     assert_same(got, tree_map(lambda *r: torch.stack(r), *want))
+
+
+@each(select(without=("refused", "random", "may_refuse", "slow")))
+def test_members_together_over_the_table(case):
+    model, x, y, loss = case.build()
+    fn = pexgrad.clipped_grad(model, loss, max_norm=0.3, verify=False)
+    stacked = {k: torch.stack([p.detach(), p.detach() * 1.1]) for k, p in named(model).items()}
+    try:
+        got = pexgrad.ensemble(fn, how="together")(stacked, copied(x), copied(y))
+    except pexgrad.PexgradError as error:
+        pytest.skip(f"no flat graph: {str(error).splitlines()[0]}")
+    want = pexgrad.ensemble(fn, how="one by one")(stacked, copied(x), copied(y))
+    # half precision rounds at every step, and the sums are taken in another order
+    assert_same(got, want, 1e-9 if all(p.dtype == torch.float64 for p in stacked.values()) else 5e-2)
+
+
+def test_members_with_numbers_of_their_own_are_called_one_by_one():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 3))
+    _, _, x, y = mlp()
+    fn, stacked = pexgrad.per_example_grad(model), pexgrad.stack_params([model, model])
+    rows = pexgrad.ensemble(fn)(stacked, x, y)["2.weight"]
+    assert not torch.equal(rows[0], rows[1])
+    with pytest.raises(pexgrad.TraceError, match="draws random numbers of its own"):
+        pexgrad.ensemble(fn, how="together")(stacked, x, y)
+    with pytest.raises(pexgrad.InputError, match="how='vmap' is not one of"):
+        pexgrad.ensemble(fn, how="vmap")
 
 
 def test_an_ensemble_agrees_with_vmap():

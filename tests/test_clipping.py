@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
+from collections import Counter
+
 import pytest
 import torch
 from answers import or_refused
 from cases.case import labels
 from models import each, pick, select
 from oracle import assert_rows_equal, copied, losses_of, norms_of, rows_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pexgrad
 
@@ -101,6 +105,87 @@ def test_a_row_of_norm_zero_does_not_become_nan(how):
     assert all(g.isfinite().all() for g in out.grads.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_weights_do_not_vanish_in_half_precision(dtype):
+    """Here 1 / max(1, |g| / C) is below what float16 can hold."""
+    model, x = torch.nn.Linear(8, 8).to(dtype), (torch.randn(6, 5, 8) * 3).to(dtype)
+    loss = lambda out, y: (out.float() * 100).flatten(1).sum(1)  # noqa: E731
+    rows = {k: r.float() for k, r in rows_of(model, loss, x, None).items()}
+    out = pexgrad.clipped_grad(model, loss, max_norm=1e-3)(named(model), x)
+    assert out.norms.dtype == torch.float32
+    assert_rows_equal(
+        {k: g.float() for k, g in out.grads.items()}, summed(rows, flat_weights(norms_of(rows), 1e-3)), 0.01
+    )
+
+
+def test_derivatives_where_a_norm_is_zero():
+    model, x = torch.nn.Linear(4, 1), torch.randn(3, 4, requires_grad=True)
+    for options in ({"clip": "per_parameter"}, {"clip": "automatic"}, {}):
+        fn = pexgrad.clipped_grad(
+            model, lambda out, y: out[:, 0] * y, max_norm=0.5, create_graph=True, **options
+        )
+        out = fn(named(model), x, torch.tensor([0.0, 1.0, 2.0]))
+        value = out.norms.sum() + sum(g.square().sum() for g in out.grads.values())
+        assert torch.autograd.grad(value, x)[0].isfinite().all()
+
+
+def test_nothing_to_differentiate():
+    model = torch.nn.Linear(4, 5).requires_grad_(False)
+    for how in ("flat", "per_parameter", "automatic"):
+        out = pexgrad.clipped_grad(model, max_norm=1.0, clip=how)(named(model), torch.randn(3, 4), labels(3))
+        assert out.grads == {} and out.norms.tolist() == [0, 0, 0]
+
+
+# --- one forward, one backward --------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """How often each operation is run."""
+
+    def __init__(self):
+        super().__init__()
+        self.of = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.of[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+WAYS = {
+    "flat": {"max_norm": 0.5},
+    "per_parameter": {"max_norm": 0.5, "clip": "per_parameter"},
+    "groups": {"max_norm": {"*.weight": 0.3, "*.bias": 0.5, "*.original?": 0.1}},
+    "automatic": {"max_norm": 0.5, "clip": "automatic"},
+    "function": {"clip": lambda norms: 1 / (1 + norms)},
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_one_forward_and_one_backward(how):
+    """The activation functions tell: each is run once in each direction, whatever is clipped, and however."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 6),
+        torch.nn.Tanh(),
+        torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(6, 6)),
+        torch.nn.Tanh(),
+        torch.nn.LayerNorm(6),
+        torch.nn.Linear(6, 5),
+        torch.nn.Tanh(),
+    )
+    x, y = torch.randn(6, 3, 4), labels(6)
+    fn = pexgrad.clipped_grad(model, lambda out, y: out.square().sum((1, 2)) * y, **WAYS[how])
+    fn(named(model), x, y)
+    with Calls() as calls:
+        fn(named(model), x, y)
+    assert calls.of["tanh"] == calls.of["tanh_backward"] == 3
+    assert calls.of["native_layer_norm_backward"] == 1
+    with Calls() as calls:
+        pexgrad.clipped_grad(
+            model, lambda out, y: out.square().sum((1, 2)) * y, **WAYS[how], strategy="naive"
+        )(named(model), x, y)
+    assert calls.of["tanh"] == 6 * 3  # the count is one
+
+
 # --- ways to clip ---------------------------------------------------------------------------------
 
 
@@ -170,10 +255,21 @@ def test_what_one_example_adds_is_within_the_sensitivity(how):
         ({"max_norm": {"0": 1.0, "2": -1.0}}, r"(?s)2.*-1\.0"),
         ({"max_norm": {"0": 1.0}}, r"2\.weight|2\.bias"),
         ({"max_norm": {"0": 1.0, "*": 2.0}}, r"0\.weight|0\.bias"),
+        ({"max_norm": {"0": 1.0, "2": 2.0, "3": 1.0}}, r"max_norm\['3'\] is a bound for no parameter"),
         ({"max_norm": 1.0, "clip": lambda norms: norms}, r"max_norm"),
         ({"clip": lambda norms: norms[:2]}, r"(?s)2.*6"),
     ],
-    ids=["none", "unknown", "infinite", "negative", "left_out", "twice", "both", "wrong_length"],
+    ids=[
+        "none",
+        "unknown",
+        "infinite",
+        "negative",
+        "left_out",
+        "twice",
+        "of_nothing",
+        "both",
+        "wrong_length",
+    ],
 )
 def test_what_does_not_fit(options, say):
     model, x, y, _ = problem()
@@ -182,6 +278,23 @@ def test_what_does_not_fit(options, say):
 
 
 # --- padding --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("chunk_size", [1, 2, 4, 9])
+@pytest.mark.parametrize("kept", [[0, 3, 4], []], ids=len)
+def test_masks_on_half_precision_in_chunks(kept, chunk_size, dtype):
+    model, x, y, _ = problem()
+    model, x = model.to(dtype), x.to(dtype)
+    mask = torch.zeros(6, dtype=torch.bool)
+    mask[kept] = True
+    x[~mask], y[~mask] = torch.nan, -5
+    fn = pexgrad.clipped_grad(model, max_norm=0.5, chunk_size=chunk_size)
+    out, alone = fn(named(model), x, y, mask=mask), fn(named(model), x[mask], y[mask])
+    assert all(torch.equal(out.grads[k], alone.grads[k]) for k in out.grads)
+    assert out.norms.dtype == torch.float32 and out.norms.shape == out.losses.shape == (6,)
+    torch.testing.assert_close(out.norms[mask], alone.norms)
+    assert not out.norms[~mask].any() and not out.losses[~mask].any()
 
 
 @STRATEGIES
@@ -237,6 +350,31 @@ def test_noise_of_a_seeded_generator_repeats_and_other_noise_does_not():
     torch.set_rng_state(state)
     pexgrad.add_noise(grads, 1.0, 1.0)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_complex_sum_gets_the_deviation_in_both_parts():
+    noise = pexgrad.add_noise({"w": torch.zeros(50000, dtype=torch.complex128)}, 1.5, 0.4)["w"] / 0.6
+    assert abs(noise.real.std() - 1) < 0.02 and abs(noise.imag.std() - 1) < 0.02
+    assert abs((noise.real * noise.imag).mean()) < 0.02
+
+
+def test_noise_in_half_precision_is_rounded_once():
+    grads = {"w": torch.full((50000,), 3.0, dtype=torch.bfloat16)}
+    noisy = pexgrad.add_noise(grads, 1.0, 1.0, torch.Generator().manual_seed(0))["w"]
+    wide = pexgrad.add_noise({"w": grads["w"].float()}, 1.0, 1.0, torch.Generator().manual_seed(0))["w"]
+    assert noisy.dtype == torch.bfloat16 and torch.equal(noisy, wide.bfloat16())
+
+
+def test_the_seed_is_not_all_the_entropy(monkeypatch):
+    """A seed sets 32 bits of the CPU's generator: that is few enough to try them all."""
+    state = torch.Generator().manual_seed(5 + (7 << 32)).get_state()
+    assert (
+        state[24:32].view(torch.int64).item() == 5
+    )  # where the state is, and that the rest of the seed is lost
+    monkeypatch.setattr(secrets, "randbits", lambda bits: 5)
+    first, second = (pexgrad.add_noise({"w": torch.zeros(50000)}, 1.0, 1.0)["w"] for _ in range(2))
+    assert abs((first * second).mean()) < 0.02
+    assert abs(first.std() - 1) < 0.02 and abs(first.mean()) < 0.02
 
 
 def test_no_noise():

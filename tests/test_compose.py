@@ -173,6 +173,20 @@ def test_plain_tensors_inside_vmap():
     torch.testing.assert_close(got, torch.stack([fn(params, x, y), 2 * fn(params, x, y)]))
 
 
+@pytest.mark.parametrize("clip", ["flat", "per_parameter", "automatic"])
+def test_vmap_with_a_mask(clip):
+    """Of one batch for all members, and of each member's own; what it leaves out may be anything."""
+    model, params, x, y = mlp()
+    fn, stacked = pexgrad.clipped_grad(model, max_norm=0.3, clip=clip), ensemble_of(params, 3)
+    mask = torch.tensor([True, False, True, True])
+    padded = x.masked_fill(~mask[:, None], float("nan"))
+    got = torch.func.vmap(lambda p: fn(p, padded, y, mask=mask))(stacked)
+    assert_same(got, stack([fn(m, x, y, mask=mask) for m in members(stacked)]))
+    masks = torch.stack([mask, ~mask, torch.zeros(4, dtype=torch.bool)])
+    got = torch.func.vmap(lambda p, mask: fn(p, x, y, mask=mask))(stacked, masks)
+    assert_same(got, stack([fn(m, x, y, mask=k) for m, k in zip(members(stacked), masks, strict=True)]))
+
+
 def test_vmap_under_autocast():
     model, params, x, y = mlp()
     model = model.float()
@@ -223,8 +237,12 @@ def test_what_does_not_compose_says_so():
         torch.func.grad(lambda p: fn(p, x, y)["0.bias"].sum())(params)
     with pytest.raises(pexgrad.InputError, match="PerExampleGrad takes no out= inside"):
         over(fn, out=fn(params, x, y))
-    with pytest.raises(pexgrad.InputError, match="ClippedGrad takes no mask= inside"):
-        over(pexgrad.clipped_grad(model, max_norm=1.0), mask=torch.ones(4, dtype=torch.bool))
+    with pytest.raises(
+        pexgrad.InputError, match=r"takes no mask= inside a torch\.func transform where clip is a function"
+    ):
+        over(pexgrad.clipped_grad(model, clip=torch.ones_like), mask=torch.ones(4, dtype=torch.bool))
+    with pytest.raises(pexgrad.InputError, match="mask has dtype"):
+        over(pexgrad.clipped_grad(model, max_norm=1.0), mask=torch.ones(4))
     with pytest.raises(pexgrad.InputError, match="PerExampleJacobian returns an operator"):
         over(pexgrad.per_example_jacobian(model))
     with pytest.raises(pexgrad.TraceError, match="strategy='multi' has no flat graph"):
@@ -241,6 +259,50 @@ def test_compiled(name):
     compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
     for b in (4, 3):
         assert_same(compiled(params, x[:b], y[:b]), fn(params, x[:b], y[:b]))
+
+
+@pytest.mark.parametrize("name", ["rows", "norm", "clipped"])
+def test_compiled_by_inductor_at_changing_batch_sizes(name):
+    model, params, x, y = mlp()
+    fn = TRANSFORMS[name](model)
+    compiled = torch.compile(fn, fullgraph=True)
+    for b in (4, 3, 2, 4):
+        assert_same(compiled(params, x[:b], y[:b]), fn(params, x[:b], y[:b]))
+
+
+def test_a_compiled_training_step():
+    def step(params, x, y):
+        out = fn(params, x, y)
+        return {k: p - 0.1 * out.grads[k] / len(x) for k, p in params.items()}, out.norms
+
+    model, params, x, y = mlp()
+    fn = pexgrad.clipped_grad(model, max_norm=0.3)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    ours = theirs = {k: p.detach() for k, p in params.items()}
+    for b in (4, 3, 4):
+        (ours, norms), (theirs, want) = compiled(ours, x[:b], y[:b]), step(theirs, x[:b], y[:b])
+        assert_same([ours, norms], [theirs, want])
+
+
+def test_threads_trace_different_models_at_once():
+    models = [nn.Sequential(nn.Linear(4, n), nn.Tanh(), nn.Linear(n, 3)) for n in range(2, 8)]
+    x, y = torch.randn(4, 4), torch.tensor([0, 2, 1, 1])
+    answers, start = {}, threading.Barrier(len(models))
+
+    def work(i):
+        start.wait()
+        fn = pexgrad.per_example_grad(models[i])
+        answers[i] = fn(named(models[i]), x, y), fn.lower(named(models[i]), x, y)(named(models[i]), x, y)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(models))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for i, model in enumerate(models):
+        want = rows_of(model, F.cross_entropy, x, y)
+        for rows in answers[i]:
+            assert_rows_equal(rows, want)
 
 
 def test_inside_a_compiled_function():

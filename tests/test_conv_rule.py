@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning"),
 ]
 
-RULES = ("grouped", "unfold", "loop", "auto")
+RULES = ("grouped", "unfold", "loop", "auto", "measure")
 CHECKS = [check for name, check in vars(properties).items() if name.startswith("check_")]
 
 

@@ -61,3 +61,8 @@ def test_projections_keep_inner_products_and_find_the_class(run):
     error, agreement = run("projection")
     assert error < 1.5 * 512**-0.5
     assert agreement > 0.9
+
+
+def test_one_step_from_a_learned_start_teaches_more(run):
+    before, after = run("meta_learning")
+    assert after > before + 0.05

@@ -69,6 +69,22 @@ def test_a_tied_parameter_has_a_line_for_each_use():
     assert "embedding" in "".join(lines)
 
 
+def test_how_norms_are_computed():
+    def norms(model, x):
+        table = pexgrad.per_example_grad_norm(model, wave).explain(dict(model.named_parameters()), x)
+        return [line.norms for line in table.lines if "weight" in line.parameter]
+
+    assert norms(nn.Linear(40, 50), torch.randn(3, 40)) == ["product of norms"]
+    assert norms(nn.Linear(40, 50), torch.randn(3, 5, 40)) == ["gram"]
+    assert norms(nn.Linear(40, 50), torch.randn(3, 200, 40)) == ["rows in pieces"]
+    derived = nn.utils.parametrizations.weight_norm(nn.Linear(40, 50))
+    assert set(norms(derived, torch.randn(3, 40))) == {"rows in pieces"}
+    both = Net(lambda s, i: s.emb(i) @ s.emb.weight.T, emb=nn.Embedding(30, 20))
+    assert norms(both, labels(3, 7)[:, None]) == ["sums over equal ids", "product of norms"]
+    overlapping = Net(lambda s, i: s.emb(i) @ s.emb.weight[:9].T, emb=nn.Embedding(30, 20))
+    assert norms(overlapping, labels(3, 7)[:, None]) == ["rows in pieces"] * 2
+
+
 def test_the_fallback_is_flagged():
     model = Net(lambda s, x: torch.cdist(x, s.centres), centres=nn.Parameter(torch.randn(5, 4)))
     assert "fallback" in line_of(text(model, torch.randn(3, 4), labels(3)), "centres")

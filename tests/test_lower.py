@@ -131,6 +131,66 @@ def test_a_loss_for_one_example_makes_a_graph_for_one_batch_size():
     assert graph.meta["batch"] == 4
     assert_rows_equal(graph(params, x, y), fn(params, x, y))
     assert_rows_equal(fn.lower(params, x[:2], y[:2])(params, x[:2], y[:2]), fn(params, x[:2], y[:2]))
+    for again in (graph, pickle.loads(pickle.dumps(graph)), torch.compile(graph, backend="aot_eager")):
+        with pytest.raises(pexgrad.InputError, match="this graph is for batches of 4, and x has 2 examples"):
+            again(params, x[:2], y[:2])
+    stacked = {k: torch.stack([p.detach(), p.detach() * 1.1]) for k, p in params.items()}
+    for b in (4, 2):  # under vmap the function lowers for each size by itself
+        got = torch.func.vmap(fn, in_dims=(0, None, None))(stacked, x[:b], y[:b])
+        assert_rows_equal({k: g[0] for k, g in got.items()}, fn(params, x[:b], y[:b]))
+
+
+def test_a_graph_says_which_batch_sizes_it_serves():
+    model = nn.LSTM(3, 2)
+    params, x = named(model), torch.randn(4, 5, 3)
+    fn = pexgrad.per_example_grad(
+        lambda p, x: torch.func.functional_call(model, p, (x.transpose(0, 1),))[0][-1],
+        lambda out, _: out.square().sum(1),
+    )
+    graph = fn.lower(params, x)
+    assert graph.meta["batch"] in ("any", "2 or more")
+    for b in (4, 2):
+        assert_same(graph(params, x[:b], None), fn(params, x[:b]))
+    assert_same(fn.lower(params, x[:1])(params, x[:1], None), fn(params, x[:1]))
+
+
+def test_no_examples():
+    model, params, x, y = small()
+    for name in TRANSFORMS:
+        fn = TRANSFORMS[name](model)
+        assert_same(fn.lower(params, x, y)(params, x[:0], y[:0]), fn(params, x[:0], y[:0]))
+
+
+@pytest.mark.parametrize(
+    "function", [torch.linalg.inv, lambda a: torch.linalg.cholesky(a @ a.mT), torch.linalg.inv_ex]
+)
+def test_a_failed_factorisation_gives_nan(function):
+    def f(p, x):
+        a = function(p["a"])
+        return x @ (a if isinstance(a, torch.Tensor) else a[0])
+
+    params, x = {"a": torch.randn(3, 3) + 3 * torch.eye(3)}, torch.randn(4, 3)
+    fn = pexgrad.per_example_grad(f, lambda out, _: out.square().sum(1))
+    graph = fn.lower(params, x)
+    assert_same(graph(params, x, None), fn(params, x))
+    assert not graph({"a": torch.zeros(3, 3)}, x, None)["a"].isfinite().all()
+
+
+def test_a_linear_system():
+    def f(p, x):
+        return torch.linalg.solve(p["a"], x.mT).mT.flatten(1)
+
+    params, x = {"a": torch.randn(3, 3) + 3 * torch.eye(3)}, torch.randn(4, 2, 3)
+    fn = pexgrad.per_example_grad(f, lambda out, _: out.square().sum(1))
+    assert_same(fn.lower(params, x)(params, x, None), fn(params, x))
+
+
+def test_vectors_computed_without_autograd_while_training():
+    """Spectral normalisation writes to its buffers with gradients off."""
+    model = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+    params, x, y = named(model), torch.randn(4, 4), torch.tensor([0, 2, 1, 1])
+    fn = pexgrad.per_example_grad(model)
+    assert_same(fn.lower(params, x, y)(params, x, y), fn(params, x, y))
 
 
 def test_nested_parameters():

@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.vendor.pretty import pretty
 
 import pexgrad
 from pexgrad.extend import Broadcast, Outer, replaced
@@ -128,6 +129,33 @@ def test_a_wrong_rule_of_a_convolution_is_caught():
     with replaced(aten.conv2d.default, "bias", without_the_first_position):
         said = counterexample(kinds=("image",), max_layers=1)
     assert "the rows of '0.bias'" in said and "model = nn.Sequential(nn.Conv2d(" in said
+
+
+def forgets_a_position(g, input, *, shape, dtype):
+    g, x = (t.flatten(1, -2)[:, 1:] if t.dim() > 3 else t.flatten(1, -2) for t in (g, input))
+    return Outer(g[:, :, None], x[:, :, None], shape, dtype)
+
+
+def test_a_single_layer_that_fails_prints_as_code():
+    @given(linear_configs())
+    @settings(max_examples=100, database=None, phases=[Phase.generate, Phase.shrink])
+    def test(config):
+        check_per_example_grad(config, config.build()[1], loss=lambda out, _: out.square().flatten(1).sum(1))
+
+    with (
+        replaced(aten.linear.default, "weight", forgets_a_position),
+        pytest.raises(pexgrad.VerificationError) as caught,
+    ):
+        test()
+    assert "model = nn.Linear(1, 1" in str(caught.value) and "# x: (1, 1, 1) float64" in str(caught.value)
+
+
+@given(conv_configs())
+@settings(max_examples=10)
+def test_a_convolution_prints_as_the_code_that_makes_it(config):
+    again, layer = eval(repr(config), {"nn": nn}), config.module()
+    assert repr(again) == repr(layer)
+    assert pretty(config) == repr(config)  # which is what hypothesis prints of a counterexample
 
 
 def test_the_check_of_a_rule_is_the_same_one():

@@ -1,10 +1,11 @@
 """Factors: the per-example gradient of one use of one parameter, unevaluated. All the algebra lives here."""
 
+from ._base import BLOCK_BYTES as BLOCK_BYTES
 from ._base import PIECE_BYTES as PIECE_BYTES
 from ._base import Factor as Factor
 from .broadcast import Broadcast as Broadcast
 from .conv import Conv as Conv
-from .conv import Geometry as Geometry
+from .convolving import Geometry as Geometry
 from .dense import Replay as Replay
 from .dense import Rows as Rows
 from .outer import Outer as Outer

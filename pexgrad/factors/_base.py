@@ -15,13 +15,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 # what a default may materialise at a time: small against any model, large enough to be efficient
 PIECE_BYTES = 1 << 23
+# rows on either side of a product of all with all, for which they are built again and again
+BLOCK_BYTES = 1 << 26
 
 
 class Factor(ABC):
@@ -60,35 +66,36 @@ class Factor(ABC):
         """Whether a norm followed by a weighted sum is cheaper through rows that are kept in between."""
         return False
 
-    def slices(self, bytes_of_example: int) -> Iterator[slice]:
-        """The batch in runs of examples that together take about `PIECE_BYTES`."""
+    def slices(self, bytes_of_example: int, limit: int | None = None) -> Iterator[slice]:
+        """The batch in runs of examples that together take about `limit` bytes, or `PIECE_BYTES`."""
         if isinstance(self.batch, torch.SymInt):  # a graph for every batch size has no loop over it
             yield slice(0, self.batch)
             return
-        size = max(1, PIECE_BYTES // max(1, bytes_of_example))
-        for start in range(0, self.batch, size):
+        size = max(1, (limit or PIECE_BYTES) // max(1, bytes_of_example))
+        for start in range(0, self.batch, size) or range(1):  # an empty batch is one empty piece
             yield slice(start, min(start + size, self.batch))
 
-    def take(self, s: slice) -> Factor:
+    def take(self, s: slice) -> Self:
         """The same for the examples of a slice."""
-        return self.narrow(s.start, s.stop - s.start)
+        return self.narrow(s.start, s.stop - s.start)  # pyright: ignore[reportReturnType]
 
-    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
+    def pieces(self, limit: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Rows, a bounded number of examples at a time."""
-        for s in self.slices(self.row_numel * self.dtype.itemsize):
+        for s in self.slices(self.row_numel * self.dtype.itemsize, limit):
             yield s, self.take(s).rows()
 
     def sq_norms(self) -> Tensor:
         """(b,): the squared norm of each row, accumulated in at least float32."""
-        return gather([square(accumulable(flat(g))).sum(1) for _, g in self.pieces()])
+        return gather([squared_norms(g) for _, g in self.pieces()])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """(*shape): sum over b of weights[b] times row b."""
-        return total(torch.tensordot(weights[s].to(g.dtype), g, 1) for s, g in self.pieces())
+        parts = ((weights[s], accumulable(g)) for s, g in self.pieces())
+        return total(torch.tensordot(w.to(g.dtype), g, 1) for w, g in parts).to(self.dtype)
 
     def sum_squares(self) -> Tensor:
         """(*shape): sum over b of the squared modulus of row b, elementwise."""
-        return total(square(g).sum(0) for _, g in self.pieces())
+        return total(square(accumulable(g)).sum(0) for _, g in self.pieces())
 
     def dot(self, v: Tensor) -> Tensor:
         """(b,): the inner product of each row with `v` (*shape)."""
@@ -102,9 +109,11 @@ class Factor(ABC):
     def gram(self, other: Factor) -> Tensor:
         """(b, c): the inner products of all rows with all rows of `other`."""
         lines = []
-        for _, g in self.pieces():
+        for _, g in self.pieces(BLOCK_BYTES):
             g = accumulable(flat(g))
-            lines.append(torch.cat([real(g @ accumulable(flat(h)).mH) for _, h in other.pieces()], 1))
+            lines.append(
+                torch.cat([real(g @ accumulable(flat(h)).mH) for _, h in other.pieces(BLOCK_BYTES)], 1)
+            )
         return gather(lines)
 
 
@@ -123,9 +132,39 @@ def accumulable(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def weighted(x: Tensor, weights: Tensor) -> Tensor:
+    """`x` (b, ...) with example b multiplied by weights[b], rounded once: a clipping weight may vanish in float16."""
+    wide = accumulable(x) if x.dtype != weights.dtype else x
+    return (wide * weights.to(wide.dtype).reshape(-1, *[1] * (x.dim() - 1))).to(x.dtype)
+
+
+def weighted_pair(g: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Both factors of a product, the smaller one weighted: the copy of a language model's logits is worth saving."""
+    if prod(g.shape[1:]) <= prod(x.shape[1:]):
+        return weighted(g, weights), x
+    return g, weighted(x, weights)
+
+
 def square(x: Tensor) -> Tensor:
     """|x|^2 elementwise, real."""
     return real(x * x.conj()) if x.is_complex() else x * x
+
+
+# elements whose squares are added without a copy of them, in plain float32: few enough that rounding does not add up
+RUN = 1024
+
+
+def squared_norms(g: Tensor) -> Tensor:
+    """(b,): the squared norm of each row of g (b, ...), accumulated in at least float32."""
+    g = flat(g)
+    whole = g.shape[1] // RUN
+    if whole < 32 or is_recorded(g) or (torch.is_grad_enabled() and g.requires_grad):
+        return square(accumulable(g)).sum(1)
+    runs = g[:, : whole * RUN].unflatten(1, (whole, RUN))
+    wide = accumulable(g[:0]).dtype
+    return torch.linalg.vector_norm(runs, dim=2, dtype=wide).square().sum(1) + square(
+        accumulable(g[:, whole * RUN :])
+    ).sum(1)
 
 
 def real(x: Tensor) -> Tensor:

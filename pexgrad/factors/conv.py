@@ -1,44 +1,30 @@
-"""The convolution factor, for 1, 2 and 3 spatial dimensions at once.
+"""The convolution factor, for 1, 2 and 3 spatial dimensions at once: see `convolving.py` for the algebra.
 
-A convolution with kernel h (D, C/G, K), padding P, stride S and dilation E,
-
-    y[b, d, s'] = sum over c, k of h[d, c, k] x[b, c, S s' + E k - P],
-
-has the per-example weight gradient (Rochette et al., arXiv 1912.06015, section 3.2)
-
-    G[b, d, c, k] = sum over s' of g[b, d, s'] x[b, c, S s' + E k - P]:
-
-a convolution of x with g over s', in which stride and dilation have changed places. Where several
-positions t of one example were folded into the batch, the rows of the positions add.
+Where several positions t of one example were folded into the batch, the rows of the positions add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange, reduce
 from torch import Tensor
 
 from ..errors import InputError
-from ._base import Factor, dots, into
+from . import choice
+from ._base import BLOCK_BYTES, Factor, dots, gather, into, is_recorded, weighted_pair
+from .convolving import Geometry, convolve, grouped, lower, unfold, weight_gradient
 from .outer import Outer
 
-CONV = (F.conv1d, F.conv2d, F.conv3d)
+CONV_RULES = ("auto", "measure", "grouped", "unfold", "loop")
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """The settings of a convolution over n spatial dimensions."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+def check_conv_rule(rule: str) -> None:
+    """Raise where the option names no algorithm."""
+    if rule not in CONV_RULES:
+        raise InputError(f"conv_rule={rule!r} is not one of {', '.join(map(repr, CONV_RULES))}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,17 +46,58 @@ class Conv(Factor):
         return replace(self, x=self.x.narrow(0, start, length), g=self.g.narrow(0, start, length))
 
     def rows(self, out: Tensor | None = None) -> Tensor:
-        name = self.algorithm()
-        if name == "unfold":
-            return self.unfolded().rows(out)
-        if name == "loop" and out is not None:
-            for row, x, g in zip(out, self.x, self.g, strict=True):
-                row.copy_(weight_gradient(x, g, self))
-            return out
-        return into(out, ALGORITHMS[name](self).reshape(self.batch, *self.shape).to(self.dtype))
+        return self._rows_by(self.algorithm(), out)
+
+    def _rows_by(self, algorithm: str, out: Tensor | None) -> Tensor:
+        if algorithm == "unfold":
+            return self._by_windows(out)
+        if algorithm == "loop":
+            return self._one_by_one(out)
+        by = grouped if algorithm == "grouped" else lower
+        rows = by(self.x.flatten(0, 1), self.g.flatten(0, 1), self.geometry)
+        if self.g.shape[1] != 1:
+            rows = reduce(rows, "(b t) ... -> b ...", "sum", b=self.batch)
+        return into(out, rows.to(self.dtype))
+
+    def _one_by_one(self, out: Tensor | None) -> Tensor:
+        """The library's own weight gradient, one example at a time."""
+        rows = (weight_gradient(x, g, self.geometry, self.shape) for x, g in zip(self.x, self.g, strict=True))
+        if out is None:
+            return torch.stack(list(rows)).to(self.dtype) if self.batch else self._empty()
+        for own, row in zip(out, rows, strict=True):
+            own.copy_(row)
+        return out
+
+    def _by_windows(self, out: Tensor | None) -> Tensor:
+        """Windows of x times g, batched matrix products; a few examples at a time, so that the windows stay in cache."""
+        if is_recorded(self.g) or (
+            torch.is_grad_enabled() and (self.g.requires_grad or self.x.requires_grad)
+        ):
+            return into(out, self.unfolded().rows())
+        out = self._empty() if out is None else out
+        for s in self.slices(self._unfolded_bytes()):
+            self.take(s).unfolded().rows(out[s])
+        return out
+
+    def _empty(self) -> Tensor:
+        return self.g.new_empty(self.batch, *self.shape, dtype=self.dtype)
 
     def algorithm(self) -> str:
-        return choose(self) if self.rule == "auto" else self.rule
+        if self.rule not in ("auto", "measure"):
+            return self.rule
+        if self.rule == "auto" and choice.prices(self.g.device.type):
+            return choice.by_model(self.work(), self.g.device.type)
+        if is_recorded(self.g):
+            return "unfold"
+        return choice.by_measurement(self.work(), self.g, lambda name: self._rows_by(name, None))
+
+    def work(self) -> choice.Work:
+        """What the choice of an algorithm depends on."""
+        groups = self.geometry.groups
+        return choice.Work(
+            examples=self.batch, fold=self.g.shape[1], outputs=self.g.shape[2] // groups, inputs=self.shape[1], groups=groups,
+            kernel=prod(self.geometry.kernel), positions=prod(self.g.shape[3:]), pixels=prod(self.x.shape[3:]),
+        )  # fmt: skip
 
     def keeps_rows(self) -> bool:
         return (
@@ -83,154 +110,45 @@ class Conv(Factor):
         return "gram" if 2 * t * (c + d) < c * d else "rows in pieces"
 
     def sq_norms(self) -> Tensor:
-        return self.unfolded().sq_norms() if self.norm_algorithm() == "gram" else super().sq_norms()
+        if self.norm_algorithm() != "gram":
+            return super().sq_norms()
+        return gather([self.take(s).unfolded().sq_norms() for s in self.slices(self._unfolded_bytes())])
 
     def inner(self, other: Factor) -> Tensor:
-        same = isinstance(other, Conv) and self.norm_algorithm() == other.norm_algorithm() == "gram"
-        return self.unfolded().inner(other.unfolded()) if same else super().inner(other)  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(other, Conv) or {self.norm_algorithm(), other.norm_algorithm()} != {"gram"}:
+            return super().inner(other)
+        pieces = self.slices(self._unfolded_bytes())
+        return gather([self.take(s).unfolded().inner(other.take(s).unfolded()) for s in pieces])
 
     def gram(self, other: Factor) -> Tensor:
-        return self.unfolded().gram(other.unfolded()) if isinstance(other, Conv) else super().gram(other)
+        if not isinstance(other, Conv):
+            return super().gram(other)
+        lines = []
+        for s in self.slices(self._unfolded_bytes(), BLOCK_BYTES):
+            mine = self.take(s).unfolded()
+            theirs = other.slices(other._unfolded_bytes(), BLOCK_BYTES)
+            lines.append(torch.cat([mine.gram(other.take(u).unfolded()) for u in theirs], 1))
+        return gather(lines)
+
+    def _unfolded_bytes(self) -> int:
+        """Of one example of `unfolded().x`."""
+        positions = self.g[0:1, :, 0].numel()
+        return positions * self.geometry.groups * prod(self.shape[1:]) * self.x.dtype.itemsize
 
     def dot(self, v: Tensor) -> Tensor:
-        return dots(self._forward(v).reshape(self.g.shape), self.g.conj())
-
-    def _forward(self, v: Tensor) -> Tensor:
-        geometry = self.geometry
-        return CONV[len(geometry.kernel) - 1](
-            self.x.flatten(0, 1), v.to(self.x.dtype), None, geometry.stride, geometry.padding, geometry.dilation,
-            geometry.groups,
-        )  # fmt: skip
+        y = convolve(self.x.flatten(0, 1), v.conj().to(self.x.dtype), self.geometry)
+        return dots(y.reshape(self.g.shape), self.g.conj())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        g = self.g * weights.reshape(-1, *[1] * (self.g.dim() - 1)).to(self.g.dtype)
-        return weight_gradient(self.x.flatten(0, 1), g.flatten(0, 1), self).to(self.dtype)
+        g, x = weighted_pair(self.g, self.x, weights)
+        return weight_gradient(x.flatten(0, 1), g.flatten(0, 1), self.geometry, self.shape).to(self.dtype)
 
     def unfolded(self) -> Outer:
         """The same gradient as an outer factor: x cut into its windows, (b, (t s'), groups, (c k))."""
         n, groups = len(self.geometry.kernel), self.geometry.groups
-        flat = unfold(self.x, self.geometry).flatten(3 + n).flatten(3, 2 + n)  # (b, t, c, s', k)
-        x = rearrange(flat, "b t (h c) s k -> b (t s) h (c k)", h=groups)
-        g = rearrange(self.g.flatten(3), "b t (h d) s -> b (t s) h d", h=groups)
-        return Outer(g, x, self.shape, self.dtype)
-
-
-def unfold(x: Tensor, geometry: Geometry) -> Tensor:
-    """(b, t, c, *s', *kernel): the windows of x (b, t, c, *s), a view of the padded x."""
-    x = pad(x, geometry.padding)
-    for i, (k, s, e) in enumerate(zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)):
-        x = x.unfold(3 + i, e * (k - 1) + 1, s)[..., ::e]
-    return x
-
-
-def pad(x: Tensor, padding: tuple[int, ...]) -> Tensor:
-    """Zero-pad the last dimensions of x on both sides."""
-    return F.pad(x, [p for n in reversed(padding) for p in (n, n)]) if any(padding) else x
-
-
-def weight_gradient(x: Tensor, g: Tensor, factor: Conv) -> Tensor:
-    """The library's own weight gradient, summed over the batch: x (n, c, *s), g (n, d, *s')."""
-    geometry = factor.geometry
-    n = len(geometry.kernel)
-    weight = x.new_empty(factor.shape)
-    return torch.ops.aten.convolution_backward(
-        g, x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False, [0] * n, geometry.groups,
-        (False, True, False),
-    )[1]  # fmt: skip
-
-
-# --- algorithms for the rows: (b, d, c/groups, *kernel) each ----------------------------------------
-
-
-def grouped(factor: Conv) -> Tensor:
-    """The paper's grouped convolution (arXiv 1912.06015, section 3.2, algorithm 2).
-
-    All examples become groups of one convolution with one more spatial dimension, over the input channels
-    of a group: x as (1, B*G, C/G, *S), g as a kernel (B*D, 1, 1, *S'), padding (0, P), stride (1, E), dilation (1, S).
-    Its output (1, B*D, C/G, *K') is cut to the kernel's size. There is no four-dimensional convolution, so
-    with three spatial dimensions the channels are the batch instead.
-    """
-    geometry, n = factor.geometry, len(factor.geometry.kernel)
-    b, groups = factor.batch * factor.g.shape[1], geometry.groups
-    x, g = factor.x.flatten(0, 1), factor.g.flatten(0, 1)
-    if n < 3:
-        out = CONV[n](
-            rearrange(x, "b (h c) ... -> 1 (b h) c ...", h=groups),
-            rearrange(g, "b d ... -> (b d) 1 1 ..."),
-            padding=(0, *geometry.padding),
-            stride=(1, *geometry.dilation),
-            dilation=(1, *geometry.stride),
-            groups=b * groups,
-        )
-        out = _cut(out, geometry.kernel)
-        out = rearrange(out, "1 (b d) c ... -> b d c ...", b=b)
-    else:
-        out = channels_as_batch(x, g, geometry)
-    return _sum_positions(out, factor)
-
-
-def channels_as_batch(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
-    """The same convolution one dimension lower: x as (C/G, B*G, *S), g as a kernel (B*D, 1, *S')."""
-    n, groups = len(geometry.kernel), geometry.groups
-    out = CONV[n - 1](
-        rearrange(x, "b (h c) ... -> c (b h) ...", h=groups),
-        rearrange(g, "b d ... -> (b d) 1 ..."),
-        padding=geometry.padding,
-        stride=geometry.dilation,
-        dilation=geometry.stride,
-        groups=x.shape[0] * groups,
-    )
-    return rearrange(_cut(out, geometry.kernel), "c (b d) ... -> b d c ...", b=x.shape[0])
-
-
-def _cut(out: Tensor, kernel: tuple[int, ...]) -> Tensor:
-    """Keep the first K of each spatial dimension: a stride that does not divide leaves more."""
-    for i, k in enumerate(kernel):
-        out = out.narrow(out.dim() - len(kernel) + i, 0, k)
-    return out
-
-
-def _sum_positions(out: Tensor, factor: Conv) -> Tensor:
-    return out if factor.g.shape[1] == 1 else reduce(out, "(b t) ... -> b ...", "sum", b=factor.batch)
-
-
-def lower(factor: Conv) -> Tensor:
-    """The grouped convolution one dimension lower, whatever the number of dimensions."""
-    return _sum_positions(
-        channels_as_batch(factor.x.flatten(0, 1), factor.g.flatten(0, 1), factor.geometry), factor
-    )
-
-
-def unfolded(factor: Conv) -> Tensor:
-    """Windows of x times g, one batched matrix product."""
-    return factor.unfolded().rows()
-
-
-def loop(factor: Conv) -> Tensor:
-    """The library's own weight gradient, one example at a time."""
-    return torch.stack([weight_gradient(x, g, factor) for x, g in zip(factor.x, factor.g, strict=True)])
-
-
-ALGORITHMS: dict[str, Callable[[Conv], Tensor]] = {
-    "grouped": grouped,
-    "lower": lower,
-    "unfold": unfolded,
-    "loop": loop,
-}
-CONV_RULES = ("auto", "grouped", "unfold", "loop")
-
-
-def choose(factor: Conv) -> str:
-    """The algorithm for these shapes."""
-    spatial = factor.g[0, 0, 0].numel()
-    if all(k == 1 for k in factor.geometry.kernel):
-        return "unfold"
-    if factor.geometry.groups == factor.x.shape[2]:
-        return "lower" if factor.g.shape[1] == 1 else "unfold"
-    return "loop" if spatial >= 400 else "unfold"
-
-
-def check_conv_rule(rule: str) -> None:
-    """Raise where the option names no algorithm."""
-    if rule not in CONV_RULES:
-        raise InputError(f"conv_rule={rule!r} is not one of {', '.join(map(repr, CONV_RULES))}")
+        windows = unfold(self.x, self.geometry)  # (b, t, c, *s', *k)
+        # positions innermost in memory, in one copy: it then goes by runs, not element by element
+        inner = windows.permute(0, 2, *range(3 + n, 3 + 2 * n), 1, *range(3, 3 + n))
+        x = inner.reshape(self.batch, groups, prod(self.shape[1:]), -1)  # (b, h, (c k), (t s'))
+        g = rearrange(self.g.flatten(3), "b t (h d) s -> b h d (t s)", h=groups)
+        return Outer(g.movedim(3, 1), x.movedim(3, 1), self.shape, self.dtype)

@@ -17,7 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ._base import Factor, accumulable, gather, into, real, square
+from ._base import BLOCK_BYTES, Factor, accumulable, gather, into, real, square, weighted_pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +64,14 @@ class Outer(Factor):
         return self.inner(self)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        g = rearrange(self.g * weights[:, None, None, None].to(self.g.dtype), "b t h o -> h o (b t)")
-        x = rearrange(self.x, "b t h i -> h (b t) i")
+        g, x = weighted_pair(self.g, self.x, weights)
+        g, x = rearrange(g, "b t h o -> h o (b t)"), rearrange(x, "b t h i -> h (b t) i")
         return torch.matmul(g, x).reshape(self.shape).to(self.dtype)
 
     def sum_squares(self) -> Tensor:
         if self.g.shape[1] > 1:
             return super().sum_squares()
-        g, x = square(self.g[:, 0]), square(self.x[:, 0])
+        g, x = square(accumulable(self.g[:, 0])), square(accumulable(self.x[:, 0]))
         return torch.einsum("bho,bhi->hoi", g, x).reshape(self.shape)
 
     def dot(self, v: Tensor) -> Tensor:
@@ -97,11 +97,16 @@ class Outer(Factor):
         return other.g.shape[1] * (i + o) < 2 * i * o
 
     def gram(self, other: Factor) -> Tensor:
-        if not isinstance(other, Outer) or other.g.shape[2:] != self.g.shape[2:]:
+        if not isinstance(other, Outer):
+            # the other may know a way that avoids rows; if not, it comes back to rows by itself
+            return other.gram(self).mT if type(other).gram is not Factor.gram else super().gram(other)
+        if other.g.shape[2:] != self.g.shape[2:]:
             return super().gram(other)
         b, t, h, o = self.g.shape
         c, u, i = other.batch, other.g.shape[1], self.x.shape[3]
-        if t * u * (i + o) > i * o * (1 + t / c + u / b):  # pairs of positions against pairs of rows
+        # pairs of positions against pairs of rows, of which the other's are built once for each block of ours
+        blocks = 1 + b * self.row_numel * self.dtype.itemsize // BLOCK_BYTES
+        if t * u * (i + o) > i * o * (1 + t / max(1, c) + blocks * u / max(1, b)):
             return super().gram(other)
         lines = []
         for s in self.slices(t * h * c * u * 8):

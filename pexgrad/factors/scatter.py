@@ -8,12 +8,13 @@ outer factor with rows sum_t g'[b, t, v] x[b, t, :], the inner product is sum ov
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ._base import Factor, accumulable, gather, into, is_recorded, real, square
+from ._base import Factor, accumulable, gather, into, is_recorded, real, square, weighted
 from .outer import Outer
 
 
@@ -63,9 +64,11 @@ class Scatter(Factor):
         return of_key.new_zeros(self.batch).index_add(0, distinct // self.shape[0], of_key)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        g = self.g * weights[:, None, None].to(self.g.dtype)
+        g = weighted(self.g, weights)
         table = g.new_zeros(self.shape[0], g.shape[2])
-        return table.index_add(0, self.ids.flatten(), g.flatten(0, 1)).reshape(self.shape).to(self.dtype)
+        # in place: a copy of the table may be all the memory that is used
+        add = table.index_add if is_recorded(g) else table.index_add_
+        return add(0, self.ids.flatten(), g.flatten(0, 1)).reshape(self.shape).to(self.dtype)
 
     def dot(self, v: Tensor) -> Tensor:
         table = accumulable(v).conj().reshape(self.shape[0], -1)
@@ -79,14 +82,25 @@ class Scatter(Factor):
         return super().inner(other)
 
     def gram(self, other: Factor) -> Tensor:
-        if not isinstance(other, Scatter):
+        pairs: Callable[..., Tensor]
+        if isinstance(other, Outer) and self._is_head(other):
+            pairs, positions = Scatter._head, other.g.shape[1]
+        elif isinstance(other, Scatter):
+            pairs, positions = Scatter._pairs, other.ids.shape[1]
+        else:
             return super().gram(other)
-        g, h = accumulable(self.g), accumulable(other.g)
         lines = []
-        for b in range(self.batch):
-            same = self.ids[b][None, :, None] == other.ids[:, None, :]  # (c, t, u)
-            lines.append((same * real(g[b] @ h.mH)).sum((1, 2)))
-        return torch.stack(lines)
+        for b in range(self.batch):  # expanded to a piece of the other batch at a time
+            one = self.narrow(b, 1)
+            parts = [
+                pairs(one._expanded(s.stop - s.start), other.take(s), slice(None))
+                for s in other.slices(self._pair_bytes(positions))
+            ]
+            lines.append(gather(parts))
+        return torch.stack(lines) if lines else self.g.new_zeros(0, other.batch)
+
+    def _expanded(self, batch: int) -> Scatter:
+        return replace(self, g=self.g.expand(batch, -1, -1), ids=self.ids.expand(batch, -1))
 
     def _pair_bytes(self, positions: int) -> int:
         return self.ids.shape[1] * positions * 8

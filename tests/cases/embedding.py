@@ -127,6 +127,64 @@ def bag_with_offsets(b):
     return Net(forward, bag=nn.EmbeddingBag(7, 4, mode="sum")), ids(b, 6, 7), None, wave
 
 
+@case("embedding", "bag", "may_refuse")
+def bag_scaled_by_frequency(b):
+    return bag_reader(nn.EmbeddingBag(7, 4, mode="sum", scale_grad_by_freq=True), b)
+
+
+@case("embedding", "bag", "fold")
+def bags_of_different_lengths_with_the_last_offset(b):
+    """Two bags an example, of 2 and of 4 ids, then the end; padding and weights of the example's own."""
+
+    def forward(s, i, w):
+        starts = torch.arange(i.shape[0])[:, None] * i.shape[1] + torch.tensor([0, 2])
+        offsets = torch.cat([starts.flatten(), torch.full((1,), i.shape[0] * i.shape[1])])
+        bags = s.bag(i.flatten(), offsets, per_sample_weights=w.flatten())
+        return torch.tanh(bags).view(i.shape[0], 2, -1)
+
+    bag = nn.EmbeddingBag(7, 4, mode="sum", include_last_offset=True, padding_idx=1)
+    return Net(forward, bag=bag), (ids(b, 6, 7), torch.rand(b, 6)), None, wave
+
+
+@case("embedding", "bag", "fold")
+def bag_mean_with_an_empty_bag(b):
+    def forward(s, i):
+        starts = torch.arange(i.shape[0])[:, None] * i.shape[1] + torch.tensor([0, 2, 2])
+        return torch.tanh(s.bag(i.flatten(), starts.flatten())).view(i.shape[0], 3, -1)
+
+    return Net(forward, bag=nn.EmbeddingBag(7, 4, mode="mean")), ids(b, 6, 7), None, wave
+
+
+@case("embedding", "bag")
+def bag_with_learned_weights(b):
+    def forward(s, i):
+        return s.out(torch.tanh(s.bag(i, per_sample_weights=s.scale[i])))
+
+    net = Net(forward, bag=nn.EmbeddingBag(7, 4, mode="sum"), scale=param(7), out=nn.Linear(4, 5))
+    return net, ids(b, 6, 7), labels(b), F.cross_entropy
+
+
+@case("embedding", "index")
+def table_by_take(b):
+    return Net(lambda s, i: torch.tanh(s.table.take(i - 7)), table=param(2, 7)), ids(b, 6, 7), None, wave
+
+
+@case("embedding", "index")
+def table_indexed_by_pairs(b):
+    """A relative position table: one entry for a difference of rows and one of columns."""
+
+    def forward(s, i, j):
+        d, e = (k[:, :, None] - k[:, None, :] for k in (i, j))
+        return torch.tanh(s.table[d, e] + s.heads[:, d, e].movedim(0, -1))
+
+    return (
+        Net(forward, table=param(13, 9, 2), heads=param(2, 13, 9)),
+        (ids(b, 4, 7), ids(b, 4, 5)),
+        None,
+        wave,
+    )
+
+
 @case("embedding", "index")
 def table_indexed_by_ids(b):
     return Net(lambda s, i: torch.tanh(s.table[i]), table=param(7, 4)), ids(b, 6, 7), None, wave

@@ -69,6 +69,53 @@ def baddbmm_with_a_parameter_to_add(b):
 
 
 @case("product")
+def products_with_a_sum(b):
+    def forward(s, x):
+        h = torch.baddbmm(s.c, x, s.w.expand(x.shape[0], -1, -1), beta=0.5, alpha=2)
+        return (
+            h.tanh() + torch.addmv(s.d, x[:, 0], s.u, alpha=3)[:, None, None] * x[:, 1].mv(s.u)[:, None, None]
+        )
+
+    return of(forward, torch.randn(b, 2, 4), c=param(2, 5), w=param(4, 5), d=param(1), u=param(4))
+
+
+@case("product")
+def baddbmm_over_heads_of_a_parameter(b):
+    def forward(s, x):
+        return torch.baddbmm(s.c, x.transpose(0, 1), s.w, beta=0.5, alpha=2).transpose(0, 1).tanh()
+
+    return of(forward, torch.randn(b, 2, 4), c=param(2, 1, 5), w=param(2, 4, 5))
+
+
+@case("product")
+def addbmm_over_heads_of_a_parameter(b):
+    def forward(s, x):
+        return torch.addbmm(s.c, x.transpose(0, 1), s.w, beta=0.5, alpha=2).tanh()
+
+    return of(forward, torch.randn(b, 2, 4), c=param(5), w=param(2, 4, 5))
+
+
+@case("product")
+def einsum_with_an_ellipsis(b):
+    def forward(s, x):
+        h = torch.einsum("...i,io->...o", x, s.w).tanh()
+        return torch.einsum("...to, s t", h, s.mix)
+
+    return of(forward, torch.randn(b, 2, 3, 4), w=param(4, 5), mix=param(3, 3))
+
+
+@case("product")
+def einsum_of_four(b):
+    return of(
+        lambda s, x: torch.einsum("bti,ir,r,ro->bto", x, s.down, s.scale, s.up).tanh(),
+        torch.randn(b, 3, 4),
+        down=param(4, 2),
+        scale=param(2),
+        up=param(2, 5),
+    )
+
+
+@case("product")
 def einsum_with_a_parameter(b):
     def forward(s, x):
         h = torch.einsum("bti,hio->bhto", x, s.w)

@@ -1,0 +1,80 @@
+"""Products of more than two tensors, or with a sum, as `einsum` of two, `bmm` and `matmul`, so that their rules apply."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def einsum(equation: str, tensors: Sequence[Tensor], *, path: Any = None) -> Any:
+    """Two at a time from the left, in letters; an ellipsis becomes the letters that it stands for."""
+    inputs, out = _terms(equation, tensors)
+    plain = all(term.isalpha() and len(set(term)) == len(term) for term in inputs)
+    if not plain or path or (len(inputs) < 3 and "..." not in equation) or _repeats(inputs, tensors):
+        return NotImplemented
+    term, x = inputs[0], tensors[0]
+    for i in range(1, len(inputs)):
+        later = set("".join(inputs[i + 1 :]) + out)
+        kept = (
+            "".join(c for c in dict.fromkeys(term + inputs[i]) if c in later) if i < len(inputs) - 1 else out
+        )
+        x = torch.einsum(f"{term},{inputs[i]}->{kept}", x, tensors[i])
+        term = kept
+    return x if len(inputs) > 1 else torch.einsum(f"{term}->{out}", x)
+
+
+def _terms(equation: str, tensors: Sequence[Tensor]) -> tuple[list[str], str]:
+    """The letters of every operand and of the output, without ellipses."""
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    free = [c for c in string.ascii_letters if c not in equation]
+    ranks = [t.dim() - len(term.replace("...", "")) for term, t in zip(terms, tensors, strict=True)]
+    rank = max([r for r, term in zip(ranks, terms, strict=True) if "..." in term], default=0)
+    stands = "".join(free[:rank])  # an operand with fewer dimensions has the last of them
+    inputs = [term.replace("...", stands[rank - r :]) for r, term in zip(ranks, terms, strict=True)]
+    if not arrow:
+        letters = left.replace("...", "").replace(",", "")
+        out = "..." + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    return inputs, out.replace("...", stands)
+
+
+def _repeats(inputs: list[str], tensors: Sequence[Tensor]) -> bool:
+    """Whether a dimension of size 1 is repeated along a longer one."""
+    sizes: dict[str, list[Any]] = {}
+    for term, t in zip(inputs, tensors, strict=True):
+        for c, n in zip(term, t.shape, strict=True):
+            sizes.setdefault(c, []).append(n)
+    ones = [[isinstance(n, int) and n == 1 for n in found] for found in sizes.values()]
+    return any(any(found) and not all(found) for found in ones)
+
+
+def with_sum(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """beta z + alpha product(x, y), in which a beta of zero leaves z out."""
+
+    def added(z: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        made = product(x, y)
+        made = made if alpha == 1 else made * alpha
+        return made + (z if beta == 1 else z * beta) if beta else made
+
+    return added
+
+
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    """`mv` and `dot` are `matmul`."""
+    return aten.matmul.default(x, y)
+
+
+CONTRACTIONS = {
+    aten.einsum.default: einsum,
+    aten.baddbmm.default: with_sum(torch.bmm),
+    aten.addbmm.default: with_sum(lambda x, y: torch.bmm(x, y).sum(0)),
+    aten.addmv.default: with_sum(matmul),
+    aten.mv.default: matmul,
+    aten.dot.default: matmul,
+}

@@ -1,0 +1,36 @@
+"""Models whose code asks whether it is being traced, and then computes something else than it otherwise would.
+
+A trace lets them know at first, for they may well avoid what has no graph then. Where it fails, it is made once more
+with a no for an answer. The only question that is meant is whether a tensor is a `FakeTensor`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+@contextlib.contextmanager
+def disguised(hidden: bool, is_library: Callable[[str], bool]) -> Iterator[list[str]]:
+    """Gives the files of code outside the libraries that has asked; with `hidden`, that code is told no."""
+    asked: list[str] = []
+
+    class Asked(type(FakeTensor)):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            filename = sys._getframe(1).f_code.co_filename
+            if is_library(filename):
+                return isinstance(instance, FakeTensor)
+            asked.append(filename)
+            return isinstance(instance, FakeTensor) and not hidden
+
+    class Stand(FakeTensor, metaclass=Asked):
+        pass
+
+    with mock.patch.object(torch._subclasses, "FakeTensor", Stand):
+        yield asked

@@ -1,0 +1,105 @@
+"""Which algorithm gives a convolution's rows fastest: a model of the cost, fitted to measurements, or a measurement.
+
+The cost of an algorithm is a sum of amounts of work (calls, multiplications, numbers written) with a price each. The prices
+of a kind of device are fitted by `python -m benchmarks fit`, which writes `prices.json`; where a kind has none, the
+algorithms are measured, once for each shape.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# multiplications are done in blocks of this many channels
+LANES = 16
+
+
+class Work(NamedTuple):
+    """The sizes of a weight gradient: `outputs` and `inputs` are channels of one group, `kernel` and `positions` areas."""
+
+    examples: int
+    fold: int  # positions t of one example that were folded into the batch
+    outputs: int
+    inputs: int
+    groups: int
+    kernel: int
+    positions: int
+    pixels: int
+
+    @property
+    def channels(self) -> int:
+        """Multiplications for each example, position and element of the kernel, in whole blocks."""
+        return self.groups * _blocks(self.outputs) * _blocks(self.inputs)
+
+
+def _blocks(n: int) -> int:
+    return -(-n // LANES) * LANES
+
+
+def amounts(work: Work, algorithm: str) -> tuple[float, ...]:
+    """Calls, multiplications of channels in whole blocks, the same exactly, numbers in windows, in rows, in x and g."""
+    images = work.examples * work.fold
+    one = work.groups * work.outputs * work.inputs * work.kernel
+    places = images * work.positions
+    return (
+        work.examples if algorithm == "loop" else images * work.groups if algorithm == "unfold" else 1,
+        places * work.channels * work.kernel,
+        places * one,
+        places * work.groups * work.inputs * work.kernel if algorithm == "unfold" else 0,
+        work.examples * one,
+        images * work.groups * (work.inputs * work.pixels + work.outputs * work.positions),
+    )
+
+
+def candidates(work: Work) -> tuple[str, ...]:
+    """The algorithms that may be fastest."""
+    return ("unfold", "loop", "lower") if work.fold == 1 else ("unfold", "loop")
+
+
+@cache
+def prices(device: str) -> dict[str, tuple[float, ...]]:
+    """algorithm -> seconds for one of each of its amounts; empty where nothing was fitted for this kind of device."""
+    return json.loads(resources.files("pexgrad.factors").joinpath("prices.json").read_text()).get(device, {})
+
+
+@cache
+def by_model(work: Work, device: str) -> str:
+    """The algorithm of the lowest cost by the model of a kind of device."""
+    known = prices(device)
+    cost = lambda name: sum(a * p for a, p in zip(amounts(work, name), known[name], strict=True))  # noqa: E731
+    return min(candidates(work), key=cost)
+
+
+_measured: dict[tuple[Work, torch.device, torch.dtype, int], str] = {}
+
+
+def by_measurement(work: Work, like: Tensor, rows: Callable[[str], Tensor]) -> str:
+    """The algorithm whose `rows(name)` took the least time, on tensors like the one given; remembered."""
+    key = (work, like.device, like.dtype, torch.get_num_threads())
+    if key not in _measured:
+        _measured[key] = min(candidates(work), key=lambda name: _seconds(lambda: rows(name), like.device))
+    return _measured[key]
+
+
+def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
+    """The least of three times, after a call that does not count."""
+    times = []
+    for _ in range(4):
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,54 @@
+"""Fake tensors for tracing: shapes without numbers, in which the batch size may be symbolic.
+
+What both recordings of a graph share: that of the model (`trace.py`) and that of a whole call (`lower.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+# The batch size that tracing pretends to see. Not 0, 1 or 2, which code and kernels treat specially;
+# collisions with other sizes do no harm, for only the batch is symbolic.
+HINT = 13
+
+# one for all: torch keeps the state of a trace, symbolic sizes included, for the whole process
+TRACING = threading.RLock()
+
+# torch's own shape functions ask for sizes to compute the metadata of fake tensors
+_METADATA = tuple(
+    os.sep + os.path.join("torch", *parts)
+    for parts in (
+        ("_subclasses",),
+        ("_prims_common",),
+        ("_prims",),
+        ("_refs",),
+        ("_meta_registrations.py",),
+        ("_decomp",),
+    )
+)
+
+
+def computes_metadata(filename: str) -> bool:
+    """Whether code of this file only works out the metadata of fake tensors, on which no graph depends."""
+    return any(part in filename for part in _METADATA)
+
+
+def fake(mode: FakeTensorMode, t: Tensor) -> Tensor:
+    """`t` without its numbers, all of its sizes fixed."""
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.STATIC] * t.dim())
+    return mode.from_tensor(t.detach(), symbolic_context=context)
+
+
+def fake_batch(mode: FakeTensorMode, t: Tensor, hint: int = HINT) -> Tensor:
+    """`t` without its numbers, its dimension 0 symbolic."""
+    # strided like the user's tensor in everything but the batch, so that channels_last stays channels_last
+    like = t.detach()[:1].expand(hint, *t.shape[1:]) if t.shape[0] else t.new_empty((hint, *t.shape[1:]))
+    like = torch.empty_like(like, device="meta" if t.device.type == "meta" else t.device)
+    dynamic = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (t.dim() - 1)
+    return mode.from_tensor(like, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))

@@ -1,0 +1,125 @@
+"""A recorded graph made fit to run anywhere: under `torch.func.vmap`, `torch.compile`, `torch.export`, on any batch size.
+
+- `detach` and `alias`, which mean nothing without autograd, go;
+- checks of a factorisation, which raise, become `nan` in what it gives;
+- `view` becomes `reshape` and `sym_size` becomes `Tensor.size`, which `torch.func.vmap` also takes for strided and wrapped
+  tensors, and its sizes are numbers where they are known: a `-1` is ambiguous in an empty batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def make_portable(module: fx.GraphModule, *, differentiable: bool) -> None:
+    """Replace what stands in the way; without `differentiable`, let no gradient pass."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        same = _same_as(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+        elif node.target in _METHODS:
+            node.op, node.target = "call_method", _METHODS[node.target]
+    reshape_views(module)
+    if not differentiable:
+        _cut_gradients(graph)
+    graph.lint()
+    module.recompile()
+
+
+_METHODS = {aten.sym_size.int: "size", aten.sym_numel.default: "numel"}
+
+# position, among the arguments of a slice and its relatives, of the dimension, which (start, end, step) follow
+_SLICES = {aten.slice.Tensor: 1, aten.slice_scatter.default: 2, aten.slice_backward.default: 2}
+_TO_THE_END = torch.iinfo(torch.int64).max
+
+
+def reshape_views(module: fx.GraphModule) -> None:
+    """Turn each `view` into a `reshape`, which takes any strides."""
+    for node in module.graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target, node.args = aten.reshape.default, (node.args[0], _known_sizes(node))
+    module.recompile()
+
+
+def _known_sizes(node: fx.Node) -> list[Any]:
+    """The sizes of a view, with a number for `-1` where there is one."""
+    found = node.meta["val"].shape
+    return [
+        n if s == -1 and isinstance(s, int) and isinstance(n, int) else s
+        for s, n in zip(node.args[1], found, strict=True)  # pyright: ignore[reportArgumentType]
+    ]
+
+
+def without_checks(module: fx.GraphModule) -> None:
+    """Turn `_linalg_check_errors(info)` into `nan` where it would raise: an operation that raises is not functional."""
+    graph = module.graph
+    for check in [n for n in graph.nodes if n.target is aten._linalg_check_errors.default]:
+        info = check.args[0]
+        results = [n for n in info.args[0].users if n is not info and n.meta["val"].dtype.is_floating_point]
+        for result in results:
+            with graph.inserting_before(max(result, info).next):
+                _poison(graph, result, info)
+        graph.erase_node(check)
+    module.recompile()
+
+
+def _poison(graph: fx.Graph, result: fx.Node, info: fx.Node) -> None:
+    """`result` (*b, ...), and nan for the matrices whose `info` (*b) tells of a failure."""
+    extra = result.meta["val"].dim() - info.meta["val"].dim()
+    failed = graph.call_function(aten.ne.Scalar, (info, 0))
+    for _ in range(extra):
+        failed = graph.call_function(aten.unsqueeze.default, (failed, -1))
+    poisoned = graph.call_function(aten.masked_fill.Scalar, (result, failed, float("nan")))
+    poisoned.meta.update(result.meta)
+    result.replace_all_uses_with(poisoned, delete_user_cb=lambda user: user is not poisoned)
+
+
+def _same_as(node: fx.Node) -> Any:
+    """An operand that is all that the node gives; None where the node does something."""
+    if node.target in (aten.detach.default, aten.alias.default):
+        return node.args[0]
+    if node.target is aten.copy.default:  # the functional `copy(destination, source)`
+        source = node.args[1]
+        before, after = (n.meta["val"] for n in (source, node))  # type: ignore[union-attr]
+        alike = (
+            before.dtype == after.dtype
+            and before.device == after.device
+            and list(before.shape) == list(after.shape)
+        )
+        return source if alike else None
+    at = _SLICES.get(node.target)  # type: ignore[arg-type]
+    if at is None:
+        return None
+    _, start, end, step = (*node.args[at:], *(0, 0, _TO_THE_END, 1)[len(node.args) - at :])
+    whole = start in (0, None) and end in (None, _TO_THE_END) and step == 1
+    if not whole:
+        # no number that large passes through vmap
+        node.args = tuple(
+            _end_of(node) if i == at + 2 and a == _TO_THE_END else a for i, a in enumerate(node.args)
+        )
+        return None
+    return node.args[1 if node.target is aten.slice_scatter.default else 0]
+
+
+def _end_of(node: fx.Node) -> Any:
+    sizes, dim = (node.args[1], node.args[2]) if node.target is aten.slice_backward.default else (None, 0)
+    return None if sizes is None else sizes[dim]  # type: ignore[index]
+
+
+def _cut_gradients(graph: fx.Graph) -> None:
+    """Let no gradient pass, so that without `create_graph` the result is a constant, as the function's is."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    for node in inputs:
+        if not node.meta["val"].is_floating_point() and not node.meta["val"].is_complex():
+            continue
+        with graph.inserting_after(inputs[-1]):
+            cut = graph.call_function(aten.detach.default, (node,))
+        cut.meta.update(node.meta)
+        node.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)

@@ -1,0 +1,31 @@
+"""Where in the user's code something happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import einops
+import torch
+
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(f)) + os.sep
+    for f in (torch.__file__, einops.__file__, __file__, contextlib.__file__)
+)
+
+
+def is_library(filename: str) -> bool:
+    """Whether code of this file is torch's or ours, and not the user's."""
+    return filename.startswith((*_LIBRARIES, "<"))
+
+
+def calling_line() -> str:
+    """The innermost line of code that is neither torch's nor ours: `file.py:12`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_library(name):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
