@@ -33,8 +33,10 @@ class Options:
 
     @property
     def tolerance(self) -> float:
-        """What float32 sums of different orders may differ by; TF32 keeps 10 bits."""
-        return 3e-2 if self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32 else 5e-3
+        """What float32 may differ by: an activation that rounding moves across a ReLU's kink changes a row of a deep network
+        by a hundredth in every contender alike; TF32 keeps 10 bits.
+        """
+        return 3e-2 if self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32 else 1.5e-2
 
     def out_of_time(self) -> bool:
         return time.monotonic() - self.started > 60 * self.minutes

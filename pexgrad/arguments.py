@@ -38,7 +38,8 @@ class Options:
         chunk_size: work through the batch this many examples at a time; the same answer in less memory.
         create_graph: make the result differentiable in `params` and `x`.
         verify: check a new trace against the definition on two examples.
-        conv_rule: how rows of convolution weights are computed: `"auto"`, `"grouped"` (the paper's), `"unfold"`, `"loop"`.
+        conv_rule: how rows of convolution weights are computed: `"auto"` (by a fitted model of their costs),
+            `"measure"` (the fastest of them, timed once for each shape), `"grouped"` (the paper's), `"unfold"`, `"loop"`.
     """
 
     strategy: str = "crb"

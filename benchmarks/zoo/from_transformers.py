@@ -234,8 +234,9 @@ OTHER: dict[str, Entry] = {
     "perceiver": ("PerceiverConfig", "PerceiverModel", lambda: {"inputs": torch.randn(2, 6, 20)}, {"d_model": 20, "d_latents": 16, "num_latents": 4, "num_self_attends_per_block": 1, "num_self_attention_heads": 2, "num_cross_attention_heads": 2}),
 }  # fmt: skip
 
-# the similarity of every text with every image is the model's output: the examples mix by design
-MIXES = ("clip",)
+# the examples mix by design: clip gives the similarity of every text with every image, nystromformer divides by the
+# largest sum in the batch
+MIXES = ("clip", "nystromformer")
 KINDS = {
     "encoder": ENCODERS, "decoder": DECODERS, "encoder-decoder": ENCODER_DECODERS, "vision": VISION, "audio": AUDIO,
     "other": OTHER,
