@@ -15,8 +15,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from .factors import BLOCK_BYTES, PIECE_BYTES, Factor, Outer, Rows
-from .factors._base import accumulable, square, squared_norms
+from .factors import BLOCK_BYTES, Factor, Outer, Rows
+from .factors._base import accumulable, slices, square, squared_norms
 from .pullback import Window, jvp, vjp, vjp_rows
 
 
@@ -122,7 +122,7 @@ class Component:
         """name -> (b,): squared norms, by parameter."""
         windows = self.windows()
         if windows is None:
-            return self._by_rows(squared_norms)
+            return self._sq_norms_by_rows()
         (name,) = self.leaves
         parts = []
         for same in windows.values():
@@ -131,21 +131,18 @@ class Component:
         # rounding in cross terms can leave a square a little below zero
         return {name: parts[0] if len(parts) == 1 else torch.stack(parts).sum(0).clamp(min=0)}
 
-    def _by_rows(self, reduce_row) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+    def _sq_norms_by_rows(self) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {k: [] for k in self.leaves}
-        for s in self._slices():
-            for k, r in self.narrow(s.start, s.stop - s.start).rows().items():
-                parts[k].append(reduce_row(r))
+        for piece in self.pieces():
+            for k, r in piece.rows().items():
+                parts[k].append(squared_norms(r))
         return {k: torch.cat(p) for k, p in parts.items()}
 
-    def _slices(self, limit: int | None = None) -> Iterator[slice]:
-        if isinstance(self.batch, torch.SymInt):  # a graph for every batch size has no loop over it
-            yield slice(0, self.batch)
-            return
+    def pieces(self, limit: int | None = None) -> Iterator[Component]:
+        """The same, some examples at a time, whose rows together take about `limit` bytes."""
         row_bytes = sum(p.numel() * p.element_size() for p in self.leaves.values())
-        size = max(1, (limit or PIECE_BYTES) // max(1, row_bytes))
-        for start in range(0, self.batch, size) or range(1):  # an empty batch is one empty piece
-            yield slice(start, min(start + size, self.batch))
+        for s in slices(self.batch, row_bytes, limit):
+            yield self.narrow(s.start, s.stop - s.start)
 
     def sum_squares(self) -> dict[str, Tensor]:
         """name -> (*shape): the sum over b of the squared rows, elementwise."""
@@ -153,8 +150,8 @@ class Component:
             window, squares = self.terms[0].window, self.terms[0].factor.sum_squares()
             return {window.param: window.rows(squares[None], self.leaves[window.param])[0]}
         found: dict[str, Tensor] = {}
-        for s in self._slices():
-            for k, r in self.narrow(s.start, s.stop - s.start).rows().items():
+        for piece in self.pieces():
+            for k, r in piece.rows().items():
                 squares = square(accumulable(r)).sum(0)
                 found[k] = found[k] + squares if k in found else squares
         return found
@@ -178,10 +175,10 @@ class Component:
     def _gram_by_rows(self, other: Component) -> Tensor:
         shared = [k for k in self.leaves if k in other.leaves]
         lines = []
-        for s in self._slices(BLOCK_BYTES):
-            rows, line = self.narrow(s.start, s.stop - s.start).rows(), []
-            for u in other._slices(BLOCK_BYTES):
-                others = other.narrow(u.start, u.stop - u.start).rows()
+        for piece in self.pieces(BLOCK_BYTES):
+            rows, line = piece.rows(), []
+            for theirs in other.pieces(BLOCK_BYTES):
+                others = theirs.rows()
                 line.append(torch.stack([Rows(rows[k]).gram(Rows(others[k])) for k in shared]).sum(0))
             lines.append(torch.cat(line, 1))
         return torch.cat(lines)

@@ -35,7 +35,7 @@ from .arguments import Call, Options
 from .errors import TraceError, VerificationError
 from .fakes import TRACING, computes_metadata, fake, fake_batch
 from .flow import operation
-from .pipeline import Pipeline
+from .pipeline import At, Pipeline
 from .portable import make_portable, reshape_views, without_checks
 from .still import StandStill
 from .verify import largest_error
@@ -135,7 +135,7 @@ def _verify(
     """Raise where the graph and the call itself give different results."""
     params = {k: p.detach().requires_grad_(k in call.trainable) for k, p in call.params.items()}
     with StandStill():
-        jacobian = pipeline.jacobian(params, buffers, call.trainable, call.x, call.y, call.batch, options)
+        jacobian = pipeline.jacobian(At(params, buffers, call.x, call.y, call.batch), call.trainable, options)
         want = answer(jacobian, *further)
         got = lowered.run([*flat_values(call.params, buffers, call.x, call.y), *further])
     worst = largest_error(
@@ -177,7 +177,9 @@ def _record(
 
     def run(*flat: Tensor) -> list[Tensor]:
         params, own_buffers, x, y = _unflat(flat, call, len(buffers))
-        jacobian = pipeline.jacobian(params, own_buffers, call.trainable, x, y, batch, _batchwise(options))
+        jacobian = pipeline.jacobian(
+            At(params, own_buffers, x, y, batch), call.trainable, _batchwise(options)
+        )
         leaves, found["spec"] = pytree.tree_flatten(answer(jacobian, *flat[len(flat) - len(further) :]))
         return leaves
 

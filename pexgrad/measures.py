@@ -18,9 +18,9 @@ from torch import Tensor
 
 from . import trees
 from .arguments import Params
-from .component import Component, components
+from .component import components
 from .errors import InputError
-from .factors._base import accumulable, square
+from .factors._base import accumulable, flat, square
 from .jacobian import Jacobian, Moments
 from .modes import recording
 
@@ -305,24 +305,18 @@ def project(jacobian: Jacobian, k: int, *, seed: int = 0) -> Tensor:
     found = jacobian.losses.new_zeros(jacobian.batch, k, dtype=dtype)
     with recording(jacobian.create_graph):
         for component in components(jacobian.leaves, jacobian.terms, jacobian.create_graph):
-            parts = [_project_rows(part.rows(), k, seed, dtype) for part in _pieces(component)]
+            parts = [_project_rows(part.rows(), k, seed, dtype) for part in component.pieces(ROWS_BYTES)]
             if parts:
                 found = found + torch.cat(parts)
     return found / k**0.5
 
 
-def _pieces(component: Component) -> Iterator[Component]:
-    size = max(1, ROWS_BYTES // max(1, sum(p.numel() * p.element_size() for p in component.leaves.values())))
-    for start in range(0, component.batch, size):
-        yield component.narrow(start, min(size, component.batch - start))
-
-
 def _project_rows(rows: dict[str, Tensor], k: int, seed: int, dtype: torch.dtype) -> Tensor:
     total: Tensor | float = 0.0
     for name, r in rows.items():
-        flat = (torch.view_as_real(r.resolve_conj()) if r.is_complex() else r).flatten(1).to(dtype)
-        for i, block in enumerate(flat.split(max(1, _BLOCK // k), dim=1)):
-            total = total + block @ _signs(block.shape[1], k, f"{seed} {name} {i}", flat.device).to(dtype)
+        numbers = flat(torch.view_as_real(r.resolve_conj()) if r.is_complex() else r).to(dtype)
+        for i, block in enumerate(numbers.split(max(1, _BLOCK // k), dim=1)):
+            total = total + block @ _signs(block.shape[1], k, f"{seed} {name} {i}", r.device).to(dtype)
     assert isinstance(total, Tensor)
     return total
 

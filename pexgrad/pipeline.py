@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -56,6 +56,16 @@ class Outputs:
         return all(at == Layout() for at in self.layouts) and not any(self.copied)
 
 
+class At(NamedTuple):
+    """What a pipeline is evaluated at."""
+
+    params: dict[str, Tensor]
+    buffers: Sequence[Tensor]
+    x: Any
+    y: Any
+    batch: int
+
+
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """A traced model: from parameters and inputs to the Jacobian."""
@@ -68,51 +78,33 @@ class Pipeline:
     loss: ExampleLosses
     loss_takes_batches: bool
 
-    def jacobian(
-        self, params: dict[str, Tensor], buffers: Sequence[Tensor], trainable: Sequence[str], x: Any, y: Any, batch: int,
-        options: Options,
-    ) -> Jacobian:  # fmt: skip
+    def jacobian(self, at: At, trainable: Sequence[str], options: Options) -> Jacobian:
         """Forward, cotangents and factors for one batch."""
-        losses, uses = self._evaluate(params, buffers, x, y, batch, options)
+        losses, uses = self._evaluate(at, options)
         with torch.set_grad_enabled(options.create_graph):
             terms = join_uses([use for _, use in uses])
-        leaves = {k: params[k] for k in trainable}
+        leaves = {k: at.params[k] for k in trainable}
         return Jacobian(
             losses if options.create_graph else losses.detach(), leaves, terms, options.create_graph
         )
 
-    def uses(
-        self,
-        params: dict[str, Tensor],
-        buffers: Sequence[Tensor],
-        x: Any,
-        y: Any,
-        batch: int,
-        options: Options,
-    ) -> list[tuple[BoundSite, Operand, Factor]]:
+    def uses(self, at: At, options: Options) -> list[tuple[BoundSite, Operand, Factor]]:
         """Every use of every parameter, with its factor, for `explain`."""
-        _, uses = self._evaluate(params, buffers, x, y, batch, options)
+        _, uses = self._evaluate(at, options)
         return [(site, operand, factor) for site, (operand, _, factor, _) in uses]
 
-    def _evaluate(
-        self,
-        params: dict[str, Tensor],
-        buffers: Sequence[Tensor],
-        x: Any,
-        y: Any,
-        batch: int,
-        options: Options,
-    ) -> tuple[Tensor, list[tuple[BoundSite, FactorUse]]]:
+    def _evaluate(self, at: At, options: Options) -> tuple[Tensor, list[tuple[BoundSite, FactorUse]]]:
         create_graph = options.create_graph
-        forward = self.program.run([*params.values(), *buffers, *trees.tensors(trees.as_call(x))])
+        inputs = trees.tensors(trees.as_call(at.x))
+        forward = self.program.run([*at.params.values(), *at.buffers, *inputs])
         with torch.enable_grad():
-            losses = self.losses(forward.outputs, y, batch)
+            losses = self.losses(forward.outputs, at.y, at.batch)
         grads = cotangents(forward, losses, self.sites, create_graph)
         uses = []
         with torch.set_grad_enabled(create_graph), without_autocast(losses.device.type):
             for site in self.sites:
                 for operand, v, factor in factors(
-                    site, forward, grads, batch, options.conv_rule, create_graph
+                    site, forward, grads, at.batch, options.conv_rule, create_graph
                 ):
                     uses.append((site, (operand, v, factor, self.windows[operand.node])))
         return losses, uses

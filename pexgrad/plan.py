@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.fx.node import map_arg
 
 from .errors import ANY_MODEL, MixedExamplesError, TraceError
-from .flow import batch_dims, fold_factor_of, value, where
+from .flow import batch_dims, fold_factor_of, nodes_in, value, where
 from .rules.registry import Rule, find_rule
 from .sites import Operand, Site
 
@@ -28,10 +27,8 @@ class Use:
         """The forward values that evaluating this use takes."""
         if self.rule is None:
             return tuple(site.node.all_input_nodes)
-        found: list[fx.Node] = []
-        for name in (*self.rule.residuals, *self.rule.statics):
-            map_arg(site.arguments.get(name), lambda n: found.append(n) or n)
-        return tuple(found)
+        names = (*self.rule.residuals, *self.rule.statics)
+        return tuple(nodes_in([site.arguments.get(name) for name in names]))
 
 
 def plan_site(site: Site, symbol: Any) -> list[Use]:
@@ -76,8 +73,7 @@ def _fits(rule: Rule, site: Site, symbol: Any) -> bool:
     if rule.when is not None and not rule.when(site.arguments):
         return False
     fold = fold_factor_of(out, symbol)
-    residuals: list[Any] = []
-    map_arg([site.arguments.get(n) for n in rule.residuals], lambda n: residuals.append(value(n)) or n)
+    residuals = [value(n) for n in nodes_in([site.arguments.get(name) for name in rule.residuals])]
     batched = [r for r in residuals if isinstance(r, Tensor) and batch_dims(r, symbol)]
     return all(fold_factor_of(r, symbol) in (1, fold) for r in batched)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import InputError
-from .factors._base import accumulable, dots, real, square
+from .factors._base import accumulable, dots, real, squared_norms
 
 Rows = Mapping[str, Tensor]
 
@@ -79,7 +79,7 @@ def norms(rows: Rows, *, per_param: bool = False) -> Tensor | dict[str, Tensor]:
     >>> norms(grads).shape
     torch.Size([5])
     """
-    squares = {k: square(accumulable(r)).reshape(r.shape[0], -1).sum(1) for k, r in rows.items()}
+    squares = {k: squared_norms(r) for k, r in rows.items()}
     if per_param:
         return {k: s.sqrt() for k, s in squares.items()}
     return _total(squares).sqrt()

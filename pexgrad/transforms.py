@@ -28,7 +28,7 @@ from .explain import Explanation, explain
 from .jacobian import Jacobian
 from .loss import ExampleLosses, Loss
 from .modes import differentiable_kernels
-from .pipeline import Pipeline, build
+from .pipeline import At, Pipeline, build
 from .rebind import Bound, refuse_backward_hooks
 from .strategies import LOOPS
 from .verify import verify
@@ -64,7 +64,7 @@ class Transform(Composable):
         uses = (
             []
             if pipeline is None
-            else pipeline.uses(*self._values(call), call.x, call.y, call.batch, self._options)
+            else pipeline.uses(At(*self._values(call), call.x, call.y, call.batch), self._options)
         )
         return explain(pipeline, uses, self._options.strategy, call.params, call.trainable, call.batch)
 
@@ -89,7 +89,7 @@ class Transform(Composable):
                 )
         pipeline = self._pipeline(call)
         with differentiable_kernels(o.create_graph):
-            return pipeline.jacobian(params, buffers, call.trainable, call.x, call.y, call.batch, o)
+            return pipeline.jacobian(At(params, buffers, call.x, call.y, call.batch), call.trainable, o)
 
     def _chunks(self, call: Call) -> Iterator[tuple[slice, Jacobian]]:
         """The Jacobian, a chunk of examples at a time; nothing for an empty batch."""

@@ -9,7 +9,7 @@ from . import trees
 from .arguments import Options
 from .errors import ANY_MODEL, VerificationError
 from .loss import ExampleLosses
-from .pipeline import Pipeline
+from .pipeline import At, Pipeline
 from .rebind import Bound
 from .sample import Sample
 from .still import StandStill
@@ -45,7 +45,7 @@ def verify(
             want = naive(model, loss, at.params, trainable, at.x, at.y, at.batch, False)
             if not _finite(want.rows()) and at is two:
                 continue  # the changed parameters leave the model's domain; the given ones decide
-            got = pipeline.jacobian(at.params, buffers, trainable, at.x, at.y, at.batch, Options())
+            got = pipeline.jacobian(At(at.params, buffers, at.x, at.y, at.batch), trainable, Options())
             wrong = largest_error({"": got.losses}, {"": want.losses})
             if wrong is None:
                 rows = got.rows()

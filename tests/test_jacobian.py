@@ -290,10 +290,14 @@ def test_the_operator_of_no_examples():
         assert not any(v.any() for v in found.values())
 
 
-@pytest.mark.parametrize("bound", ["PIECE_BYTES", "BLOCK_BYTES"])
+# where each bound is read
+BOUNDS = {"PIECE_BYTES": [pexgrad.factors._base], "BLOCK_BYTES": [pexgrad.factors._base, pexgrad.component]}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
 @each(pick("mlp tied_embedding_and_head weight_norm sliced_weights lstm class_token_and_positions"))
 def test_nothing_depends_on_how_the_work_is_cut(case, bound, monkeypatch):
-    for module in (pexgrad.factors._base, pexgrad.component):
+    for module in BOUNDS[bound]:
         monkeypatch.setattr(module, bound, 1)
     model, x, y, loss = case.build()
     rows = flat(rows_of(model, loss, x, y))

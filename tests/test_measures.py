@@ -304,6 +304,17 @@ def test_projections_keep_inner_products():
     assert error.abs().max() < 6 / 4096**0.5
 
 
+def test_projection_of_a_number_and_of_an_empty_batch():
+    params = {"scale": torch.tensor(2.0), "shift": torch.zeros(3)}
+    x, y = torch.randn(4, 3), torch.randint(3, (4,))
+    jacobian = pexgrad.per_example_jacobian(lambda p, x: x * p["scale"] + p["shift"])
+    J = jacobian(params, x, y)
+    flat = torch.cat([r.reshape(4, -1) for r in J.rows().values()], 1)
+    R = matrix({"scale": torch.zeros(4, 1), "shift": torch.zeros(4, 3)}, 5, 0)
+    torch.testing.assert_close(pexgrad.project(J, 5), flat @ R, **TOL)
+    assert pexgrad.project(jacobian(params, x[:0], y[:0]), 5).shape == (0, 5)
+
+
 def test_projection_of_tied_and_derived_parameters():
     class Tied(nn.Module):
         def __init__(self):

@@ -68,12 +68,7 @@ class Factor(ABC):
 
     def slices(self, bytes_of_example: int, limit: int | None = None) -> Iterator[slice]:
         """The batch in runs of examples that together take about `limit` bytes, or `PIECE_BYTES`."""
-        if isinstance(self.batch, torch.SymInt):  # a graph for every batch size has no loop over it
-            yield slice(0, self.batch)
-            return
-        size = max(1, (limit or PIECE_BYTES) // max(1, bytes_of_example))
-        for start in range(0, self.batch, size) or range(1):  # an empty batch is one empty piece
-            yield slice(start, min(start + size, self.batch))
+        return slices(self.batch, bytes_of_example, limit)
 
     def take(self, s: slice) -> Self:
         """The same for the examples of a slice."""
@@ -115,6 +110,16 @@ class Factor(ABC):
                 torch.cat([real(g @ accumulable(flat(h)).mH) for _, h in other.pieces(BLOCK_BYTES)], 1)
             )
         return gather(lines)
+
+
+def slices(batch: int, bytes_of_example: int, limit: int | None = None) -> Iterator[slice]:
+    """A batch in runs of examples that together take about `limit` bytes, or `PIECE_BYTES`."""
+    if isinstance(batch, torch.SymInt):  # a graph for every batch size has no loop over it
+        yield slice(0, batch)
+        return
+    size = max(1, (limit or PIECE_BYTES) // max(1, bytes_of_example))
+    for start in range(0, batch, size) or range(1):  # an empty batch is one empty piece
+        yield slice(start, min(start + size, batch))
 
 
 def is_recorded(x: Tensor) -> bool:
