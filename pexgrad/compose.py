@@ -127,7 +127,7 @@ class Composable:
         """Forget everything that was traced."""
         self._pipelines: dict[Any, list[Pipeline]] = {}
         self._kept_alive: list[list[Any]] = []  # what the keys of _pipelines identify
-        self._lowered: dict[Any, list[Lowered]] = {}
+        self._lowered: dict[tuple[Pipeline, int], list[Lowered]] = {}
         self._by_structure: dict[nested.Structure, Self] = {}
         self._lock = TRACING
         self._handle = compiled.handle(self)
@@ -216,12 +216,13 @@ class Composable:
                 f'strategy={self._options.strategy!r} has no flat graph: it runs the model itself; use "crb"'
             )
         with self._lock:
-            known = self._lowered.setdefault((self._signature(call), len(further)), [])
+            pipeline = self._pipeline(call)
+            known = self._lowered.setdefault((pipeline, len(further)), [])
             for lowered in known:
                 if lowered.serves(call.batch):
                     return lowered
             buffers = list(self._model.buffers().values())
-            known.append(lower(self._pipeline(call), call, buffers, self._options, self._answer, further))
+            known.append(lower(pipeline, call, buffers, self._options, self._answer, further))
             return known[-1]
 
     def _through_graph(self, params: Params, x: Any, y: Any, options: dict[str, Any]) -> Any:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import trees
-from .errors import LossError
+from .compare import largest_error
+from .errors import LossError, MixedExamplesError
 
 Loss = Callable[[Any, Any], Tensor]
 Slices = Callable[[int], Any]  # b -> the output of example b as a batch of one
@@ -130,8 +131,18 @@ class ExampleLosses:
         if value.dim() == 0:
             return False
         self._check_shape(value, batch)
-        self._scalar(self.loss(slices(0), trees.examples(y, 0, 1)))
+        together = value.reshape(batch, -1).sum(1)
+        self._refuse_mixing(together, self.of_slices(slices, y, batch))
         return True
+
+    def _refuse_mixing(self, together: Tensor, alone: Tensor) -> None:
+        for b, (got, want) in enumerate(zip(together.detach(), alone.detach(), strict=True)):
+            if largest_error({"": got}, {"": want}) is not None:
+                raise MixedExamplesError(
+                    f"{_name(self.loss)} gives example {b} of a batch {float(got):.4g}, and the same example alone "
+                    f"{float(want):.4g}: it depends on the other examples, or on how many there are. Return the losses of each "
+                    "example before anything is averaged or divided over the batch"
+                )
 
     def of_batch(self, output: Any, y: Any, batch: int) -> Tensor:
         """(b,): a loss that takes batches, summed over what is not the batch."""

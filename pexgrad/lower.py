@@ -32,13 +32,13 @@ from torch.utils import _pytree as pytree
 
 from . import trees
 from .arguments import Call, Options
+from .compare import largest_error
 from .errors import TraceError, VerificationError
 from .fakes import TRACING, computes_metadata, fake, fake_batch
 from .flow import operation
 from .pipeline import At, Pipeline
 from .portable import make_portable, reshape_views, without_checks
 from .still import StandStill
-from .verify import largest_error
 
 aten = torch.ops.aten
 

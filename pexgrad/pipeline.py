@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from . import trees
-from .arguments import Options
+from .arguments import Call, Options
 from .errors import PexgradError
 from .evaluate import BoundSite, cotangents, factors
 from .factors import Factor
@@ -23,9 +23,9 @@ from .loss import ExampleLosses
 from .plan import Use, nodes_needed, plan_site
 from .probe import Layouts, first_layouts, probe
 from .pullback import Window, find_window
-from .rebind import Bound
+from .rebind import Bound, Place
 from .rewrite import Output, rewrite
-from .sample import Sample, draw
+from .sample import Sample, compared, draw, is_alike
 from .sites import Operand, Site, find_sites
 from .still import StandStill
 from .tap import Program, Slots, tap
@@ -77,6 +77,20 @@ class Pipeline:
     windows: dict[fx.Node, Window | None]
     loss: ExampleLosses
     loss_takes_batches: bool
+    alike: tuple[int, ...]  # of the compared tensors, those that the examples could not tell apart so far
+    held: dict[Place, Tensor]  # tensors in the module's attributes that are constants of the graph
+
+    def serves(self, call: Call) -> bool:
+        """Whether what was found out about the model holds for this call too."""
+        return (
+            self.trace.serves(call.batch)
+            and call.module.holds(self.held)
+            and (not self.alike or self._are_alike(compared(call.x, call.y)))
+            and self.trace.follows(call.params.values(), call.module.buffers.values(), _inputs(call.x))
+        )
+
+    def _are_alike(self, tensors: list[Tensor]) -> bool:
+        return all(is_alike(tensors[i]) for i in self.alike)
 
     def jacobian(self, at: At, trainable: Sequence[str], options: Options) -> Jacobian:
         """Forward, cotangents and factors for one batch."""
@@ -95,8 +109,7 @@ class Pipeline:
 
     def _evaluate(self, at: At, options: Options) -> tuple[Tensor, list[tuple[BoundSite, FactorUse]]]:
         create_graph = options.create_graph
-        inputs = trees.tensors(trees.as_call(at.x))
-        forward = self.program.run([*at.params.values(), *at.buffers, *inputs])
+        forward = self.program.run([*at.params.values(), *at.buffers, *_inputs(at.x)])
         with torch.enable_grad():
             losses = self.losses(forward.outputs, at.y, at.batch)
         grads = cotangents(forward, losses, self.sites, create_graph)
@@ -127,45 +140,45 @@ def without_autocast(device: str) -> Any:
     return torch.autocast(device, enabled=False)
 
 
-def build(
-    model: Bound,
-    loss: ExampleLosses,
-    params: dict[str, Tensor],
-    trainable: set[str],
-    x: Any,
-    y: Any,
-    batch: int,
-) -> tuple[Pipeline, Sample]:
+def _inputs(x: Any) -> list[Tensor]:
+    return trees.tensors(trees.as_call(x))
+
+
+def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Sample]:
     """Trace, rewrite, find the sites, tap, and probe on a few examples, which are returned too."""
-    traced = _trace_serving(model, params, trainable, x, batch)
-    kinds = rewrite(traced, params, trainable)
+    trainable = set(call.trainable)
+    traced = _trace_serving(model, call, trainable)
+    held = call.module.places(traced.constants())
+    kinds = rewrite(traced, call.params, trainable)
     sites = find_sites(traced, trainable)
     uses = [plan_site(s, traced.batch) for s in sites]
-    windows = {o.node: find_window(traced, o, params) for s in sites for o in s.operands}
+    windows = {o.node: find_window(traced, o, call.params) for s in sites for o in s.operands}
     program = tap(traced, sites, uses)
     buffers = list(model.buffers().values())
     with StandStill():
         try:
-            sample = draw(traced.serves, params, trainable, x, y, batch, scramble=True)
+            sample = draw(traced.serves, call, trainable, scramble=True)
             layouts = _layouts(traced, sites, program, sample, buffers)
         except (IndexError, RuntimeError) as e:
             if isinstance(e, PexgradError):
                 raise
-            sample = draw(traced.serves, params, trainable, x, y, batch, scramble=False)
+            sample = draw(traced.serves, call, trainable, scramble=False)
             layouts = _layouts(traced, sites, program, sample, buffers)
         outputs = Outputs(traced, layouts.outputs, [k is Output.COPIED for k in kinds])
         takes_batches = _takes_batches(loss, program, outputs, sample, buffers)
     bound = _bind(traced, sites, uses, program.slots, layouts)
-    return Pipeline(traced, program, bound, outputs, windows, loss, takes_batches), sample
+    alike = sample.alike(targets=takes_batches)
+    return Pipeline(traced, program, bound, outputs, windows, loss, takes_batches, alike, held), sample
 
 
-def _trace_serving(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, batch: int) -> Trace:
+def _trace_serving(model: Bound, call: Call, trainable: set[str]) -> Trace:
     """A trace that holds at this batch size: the general one, or one through the branches that this size takes."""
-    traced = trace(model, params, trainable, x)
-    for hint in (batch,) if batch > 1 else (3, 2, batch):  # a hint of one would fix what is only true of one
-        if traced.serves(batch):
+    traced = trace(model, call.params, trainable, call.x)
+    # a hint of one would fix what is only true of one
+    for hint in (call.batch,) if call.batch > 1 else (3, 2, call.batch):
+        if traced.serves(call.batch):
             break
-        traced = trace(model, params, trainable, x, hint=hint)
+        traced = trace(model, call.params, trainable, call.x, hint=hint)
     return traced
 
 
@@ -174,9 +187,7 @@ def _layouts(
 ) -> Layouts:
     if sample.batch < 2:  # a graph for batches of one: whatever there is belongs to the one example
         return first_layouts(traced, sites, program)
-    return probe(
-        traced, sites, program, [*sample.params.values(), *buffers], sample.inputs(), sample.scramble
-    )
+    return probe(traced, sites, program, [*sample.params.values(), *buffers], sample.inputs())
 
 
 def _takes_batches(

@@ -1,6 +1,6 @@
 """Stage 6, once per trace: do the examples mix, and where is the batch in each activation?
 
-The program runs on a few examples. Changing one must change no other example's output; the gradient of one
+The program runs on a few examples. Changing all others must not change an example's output; the gradient of one
 example's output must reach only that example's part of an activation. The second is exactly what makes a rule's
 row exact, and tells the outer part of a fold from the inner one.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from .errors import MixedExamplesError, TraceError
 from .flow import batch_dims, value, where
 from .layout import Anywhere, Layout, candidates
-from .sample import changed
+from .sample import all_but
 from .sites import Site
 from .tap import Forward, Program
 from .trace import Trace
@@ -37,24 +37,23 @@ def probe(
     program: Program,
     tensors: list[Tensor],
     inputs: list[Tensor],
-    scramble: bool,
 ) -> Layouts:
     """Find every layout, or raise naming the operation that mixed the examples.
 
-    `tensors` are the values of parameters and buffers, `inputs` a batch of at least two examples; `scramble` as in `changed`.
+    `tensors` are the values of parameters and buffers, `inputs` a batch of at least two examples.
     """
     batch = inputs[0].shape[0]
     generator = torch.Generator().manual_seed(0)
     base = program.run([*tensors, *inputs])
     outputs = [list(candidates(value(n), trace.batch)) for n in _output_nodes(program)]
-    for b in (0, batch - 1):
-        changed_inputs = [changed(t, b, generator, scramble) for t in inputs]
-        after = program.run([*tensors, *changed_inputs]).outputs
+    for b in sorted({0, 1, batch - 1}):
+        others_changed = [all_but(t, b, generator) for t in inputs]
+        after = program.run([*tensors, *others_changed]).outputs
         for i, options in enumerate(outputs):
             if options:
-                outputs[i] = [at for at in options if not _spreads(at, base.outputs[i], after[i], batch, b)]
+                outputs[i] = [at for at in options if not _moves(at, base.outputs[i], after[i], batch, b)]
                 if not outputs[i]:
-                    raise _mixed(trace, program, [*tensors, *inputs], [*tensors, *changed_inputs], b)
+                    raise _mixed(trace, program, [*tensors, *inputs], [*tensors, *others_changed], b)
     chosen = [options[0] if options else None for options in outputs]
     edges = _edge_layouts(trace, sites, base, chosen, batch, generator)
     apart = [i for i, at in enumerate(edges) if isinstance(at, Anywhere)]
@@ -111,10 +110,9 @@ def _output_nodes(program: Program) -> list[fx.Node]:
     return list(output.args[0][0])
 
 
-def _spreads(at: Layout, before: Tensor, after: Tensor, batch: int, b: int) -> bool:
-    """Whether anything but example b changed."""
-    others = [i for i in range(batch) if i != b]
-    return _differ(at.view(before, batch)[others], at.view(after, batch)[others])
+def _moves(at: Layout, before: Tensor, after: Tensor, batch: int, b: int) -> bool:
+    """Whether example b changed."""
+    return _differ(at.view(before, batch)[b], at.view(after, batch)[b])
 
 
 def _differ(x: Tensor, y: Tensor) -> bool:
@@ -242,7 +240,7 @@ def _first_mixing(
             continue
         x, y = before[node], after[node]
         options = list(candidates(value(node), trace.batch))
-        if options and all(_spreads(at, x, y, batch, b) for at in options):
+        if options and all(_moves(at, x, y, batch, b) for at in options):
             return node
         if not batch_dims(value(node), trace.batch) and x.shape == y.shape and not torch.equal(x, y):
             return node

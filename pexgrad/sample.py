@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import trees
+from .arguments import Call
 
 # batch sizes to try, in this order: three tell the parts of a fold apart
 SIZES = (3, 2, 4, 5, 6, 8, 16, 32, 64)
@@ -27,36 +28,42 @@ class Sample:
     x: Any
     y: Any
     batch: int
-    scramble: bool = True  # whether values that are not numbers to compute with may be mixed up
 
     def inputs(self) -> list[Tensor]:
         """The input tensors, in order."""
         return trees.tensors(trees.as_call(self.x))
 
+    def alike(self, targets: bool) -> tuple[int, ...]:
+        """Of the compared tensors, those of which all examples are the same; with or without the targets."""
+        inputs = len(compared(self.x, None))
+        tensors = compared(self.x, self.y)
+        return tuple(i for i, t in enumerate(tensors) if (targets or i < inputs) and is_alike(t))
+
     def first(self, n: int) -> Sample:
         """The first n examples."""
-        return Sample(
-            self.params, trees.examples(self.x, 0, n), trees.examples(self.y, 0, n), n, self.scramble
-        )
+        return Sample(self.params, trees.examples(self.x, 0, n), trees.examples(self.y, 0, n), n)
 
     def at(self, params: dict[str, Tensor]) -> Sample:
         """The same examples at other parameters."""
-        return Sample(params, self.x, self.y, self.batch, self.scramble)
+        return Sample(params, self.x, self.y, self.batch)
 
 
-def draw(
-    serves: Callable[[int], bool], params: dict[str, Tensor], trainable: set[str], x: Any, y: Any, batch: int,
-    scramble: bool,
-) -> Sample:  # fmt: skip
-    """Take the user's first examples, repeated with some noise where there are too few."""
+def draw(serves: Callable[[int], bool], call: Call, trainable: set[str], scramble: bool) -> Sample:
+    """Take a few of the user's examples, repeated with some noise where there are too few.
+
+    The first two differ in as many inputs as any do. With `scramble`, made up examples get values that may not fit one
+    another (boxes whose left edge is right of the right one).
+    """
+    batch = call.batch
     size = next((n for n in (*SIZES, batch) if serves(n)), batch)
     generator = torch.Generator().manual_seed(0)
-    index = [i % batch for i in range(size)]
-    x, y = trees.take(x, index), trees.take(y, index)
+    order = _order(call.x, call.y, batch)
+    index = [order[i % batch] for i in range(size)]
+    x, y = trees.take(call.x, index), trees.take(call.y, index)
     if batch < size:
-        x = trees.map_tensors(lambda t: changed(t, slice(batch, size), generator, scramble and batch == 1), x)
-    jittered = {k: _jitter(p, generator) if k in trainable else p.detach() for k, p in params.items()}
-    return Sample(jittered, x, y, size, scramble)
+        x = trees.map_tensors(lambda t: _varied(t, batch, generator, scramble and batch == 1), x)
+    jittered = {k: _jitter(p, generator) if k in trainable else p.detach() for k, p in call.params.items()}
+    return Sample(jittered, x, y, size)
 
 
 def _jitter(p: Tensor, generator: torch.Generator) -> Tensor:
@@ -66,24 +73,50 @@ def _jitter(p: Tensor, generator: torch.Generator) -> Tensor:
     return (p + noise * (0.1 * p.abs() + 0.1 / max(1, fan_in) ** 0.5)).requires_grad_()
 
 
-def changed(t: Tensor, where: int | slice, generator: torch.Generator, scramble: bool) -> Tensor:
-    """`t` with other values in some examples: noise for numbers; for the rest, values that the model is sure to take.
+def _order(x: Any, y: Any, batch: int) -> list[int]:
+    """The first example, then the one that differs from it in the most tensors, then the others."""
+    others = torch.zeros(batch, dtype=torch.long)
+    for t in compared(x, y):
+        others += (t != t[:1]).reshape(batch, -1).any(1).cpu()
+    first = [0, int(others.argmax())] if bool(others.any()) else [0]
+    return first + [b for b in range(batch) if b not in first]
 
-    Those are another example's; or, with `scramble`, values from elsewhere in `t`, which may not fit one another (boxes
-    whose left edge is right of the right one).
+
+def compared(x: Any, y: Any) -> list[Tensor]:
+    """The tensors that noise cannot change, of whose role the examples themselves must tell."""
+    return [t for t in trees.tensors(trees.as_call(x)) if not _is_numbers(t)] + trees.tensors(y)
+
+
+def is_alike(t: Tensor) -> bool:
+    """Whether all examples are the same."""
+    return bool((t == t[:1]).all())
+
+
+def _is_numbers(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(t.shape, generator=generator).to(t.device, t.dtype)
+    return noise * (0.3 * t.abs() + 0.1)
+
+
+def _varied(t: Tensor, start: int, generator: torch.Generator, scramble: bool) -> Tensor:
+    """`t` with other examples from `start` on: with noise on numbers; with `scramble`, with values from elsewhere in `t`."""
+    out, part = t.clone(), t[start:]
+    if _is_numbers(t):
+        out[start:] += _noise(part, generator)
+    elif scramble and t.numel() and t.device.type == "cpu":  # an index out of range would end a CUDA process
+        out[start:] = t.flatten()[torch.randint(t.numel(), part.shape, generator=generator)]
+    return out
+
+
+def all_but(t: Tensor, b: int, generator: torch.Generator) -> Tensor:
+    """`t` with all examples but b changed: noise for numbers; for the rest, whose values must be ones that the model takes,
+    copies of example b.
     """
-    out, part = t.clone(), t[where]
-    if part.numel() == 0 or t.dtype == torch.bool:
-        return out
-    if t.is_floating_point() or t.is_complex():
-        noise = torch.randn(part.shape, generator=generator).to(t.device, t.dtype)
-        out[where] += noise * (0.3 * part.abs() + 0.1)
-        return out
-    if isinstance(where, int):
-        out[where] = t[(where + 1) % t.shape[0]]
-    if (
-        scramble and t.device.type == "cpu" and torch.equal(out, t)
-    ):  # an index out of range would end a CUDA process
-        pick = torch.randint(t.numel(), part.shape, generator=generator)
-        out[where] = t.flatten()[pick]
+    if not _is_numbers(t):
+        return t[b : b + 1].expand_as(t).clone()
+    out = t + _noise(t, generator)
+    out[b] = t[b]
     return out

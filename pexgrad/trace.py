@@ -60,6 +60,11 @@ class Trace:
         """Whether every number that the model's code read from tensors is what it was, for each of these examples."""
         return not self.readings or holds(self.readings, Values(list(params), list(buffers), inputs))
 
+    def constants(self) -> list[Tensor]:
+        """Tensors that are neither parameters nor buffers nor inputs."""
+        held = [getattr(self.root, str(n.target), None) for n in self.graph.nodes if n.op == "get_attr"]
+        return [t for t in held if isinstance(t, Tensor)]
+
     def output(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output object around the graph's output tensors."""
         left = iter(tensors)

@@ -113,11 +113,11 @@ class Transform(Composable):
         with self._lock:
             known = self._pipelines.setdefault(key, [])
             for pipeline in known:
-                if pipeline.trace.serves(call.batch) and _follows(pipeline, call):
+                if pipeline.serves(call):
                     return pipeline
             refuse_backward_hooks(self._model.model)
             pipeline = self._build(call)
-            known.append(pipeline)
+            known.insert(0, pipeline)  # it may take the place of one that no longer serves
             others = [
                 v for v in trees.flatten((trees.as_call(call.x), call.y))[0] if not isinstance(v, Tensor)
             ]
@@ -125,11 +125,8 @@ class Transform(Composable):
             return pipeline
 
     def _build(self, call: Call) -> Pipeline:
-        trainable = set(call.trainable)
         try:
-            pipeline, sample = build(
-                self._model, self._loss, call.params, trainable, call.x, call.y, call.batch
-            )
+            pipeline, sample = build(self._model, self._loss, call)
             if self._options.verify:
                 verify(pipeline, self._model, self._loss, call.params, call.trainable, sample)
         except (MixedExamplesError, LossError, VerificationError):
@@ -163,11 +160,6 @@ class Transform(Composable):
             spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
             _autocast("cpu"), _autocast("cuda"),
         )  # fmt: skip
-
-
-def _follows(pipeline: Pipeline, call: Call) -> bool:
-    inputs = trees.tensors(trees.as_call(call.x))
-    return pipeline.trace.follows(call.params.values(), call.module.buffers.values(), inputs)
 
 
 def _autocast(device: str) -> torch.dtype | None:

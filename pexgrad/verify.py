@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import trees
 from .arguments import Options
+from .compare import largest_error
 from .errors import ANY_MODEL, VerificationError
 from .loss import ExampleLosses
 from .pipeline import At, Pipeline
@@ -14,10 +15,6 @@ from .rebind import Bound
 from .sample import Sample
 from .still import StandStill
 from .strategies import naive
-
-# relative errors above which a difference is not rounding
-TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 5e-3, torch.complex64: 5e-3}
-HALF = 0.1
 
 
 def verify(
@@ -59,25 +56,6 @@ def verify(
 
 def _finite(rows: dict[str, Tensor]) -> bool:
     return all(bool(torch.isfinite(r).all()) for r in rows.values())
-
-
-def largest_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[str, float] | None:
-    """The entry with the largest relative error, if that is more than rounding."""
-    overall = sum(float(w.abs().double().square().nan_to_num().sum()) for k, w in want.items() if k) ** 0.5
-    worst: tuple[str, float] | None = None
-    for k, w in want.items():
-        # a gradient that is zero but for rounding is measured against all gradients together
-        scale = max(_norm(w), 1e-4 * overall if k else 0.0, 1e-12)
-        error = _norm(torch.where(w.isfinite(), got[k] - w, 0)) / scale
-        if not error <= TOLERANCE.get(w.dtype, HALF) and (worst is None or error > worst[1]):
-            worst = k, error
-    return worst
-
-
-def _norm(x: Tensor) -> float:
-    return float(
-        torch.linalg.vector_norm(x.to(torch.complex128 if x.is_complex() else torch.float64).nan_to_num())
-    )
 
 
 def _pairs_agree(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Sample) -> bool:

@@ -89,7 +89,74 @@ def test_examples_mixed_by_the_loss():
     def loss(out, y):
         return (out - out.mean(0)).square().sum(1)
 
-    refusal(nn.Linear(4, 5), torch.randn(3, 4), None, loss)
+    assert "alone" in refusal(nn.Linear(4, 5), torch.randn(3, 4), None, loss)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_loss_divided_by_something_of_the_whole_batch(verify):
+    def loss(out, y):
+        return torch.nn.functional.cross_entropy(out, y, reduction="none") / (1 + y.max())
+
+    model = nn.Linear(4, 5)
+    fn = pexgrad.per_example_grad(model, loss, verify=verify)
+    params, x = dict(model.named_parameters()), torch.randn(4, 4)
+    fn(params, x, torch.tensor([2, 2, 2, 2]))  # which tells nothing
+    with pytest.raises(pexgrad.MixedExamplesError, match="alone"):
+        fn(params, x, torch.tensor([2, 2, 3, 2]))
+
+
+OF_THE_BATCH = {  # numbers of the whole batch, from a mask (B, T) or lengths (B,)
+    "sum": lambda m: m.sum(),
+    "largest": lambda m: m.reshape(m.shape[0], -1).sum(1).max(),
+    "smallest": lambda m: m.reshape(m.shape[0], -1).sum(1).min(),
+    "any": lambda m: m.bool().any(0).sum(),
+    "all": lambda m: m.bool().all(0).sum(),
+    "first": lambda m: m[0].sum(),
+    "before": lambda m: m.reshape(m.shape[0], -1).sum(1).cumsum(0)[:, None],
+}
+MASKS = {
+    "mask": (torch.ones(5, 4, dtype=torch.bool), torch.arange(4) < torch.tensor([4, 4, 4, 2, 3])[:, None]),
+    "ones and zeros": (torch.ones(5, 4).long(), (torch.arange(4) < torch.tensor([4, 4, 2, 4, 4])[:, None]).long()),
+    "lengths": (torch.full((5,), 7), torch.tensor([7, 7, 7, 3, 5])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [(h, k) for h in OF_THE_BATCH for k in MASKS if h not in ("any", "all") or k != "lengths"],
+)
+def test_mixing_through_inputs_that_noise_cannot_change(how, kind, verify):
+    """Also where the first batch has nothing that would tell: all its masks are full."""
+    alike, varied = MASKS[kind]
+    number = OF_THE_BATCH[how]
+    model = Net(lambda s, x, mask: s.lin(x) * (1 + number(mask)), lin=nn.Linear(4, 5))
+    params, x, y = dict(model.named_parameters()), torch.randn(5, 4), labels(5)
+    with pytest.raises(pexgrad.PexgradError):
+        pexgrad.per_example_grad(model, verify=verify)(params, (x, varied), y)
+    fn = pexgrad.per_example_grad(model, verify=verify)
+    try:
+        rows = fn(params, (x, alike), y)
+    except pexgrad.PexgradError:
+        return
+    if verify:
+        assert_rows_equal(rows, rows_of(model, torch.nn.functional.cross_entropy, (x, alike), y))
+    with pytest.raises(pexgrad.PexgradError):
+        fn(params, (x, varied), y)
+
+
+def test_full_masks_and_then_padded_ones_are_right_in_a_sound_model():
+    model = Net(
+        lambda s, x, m: (s.lin(x) * m[..., None]).sum(1) / m.sum(1, keepdim=True), lin=nn.Linear(4, 5)
+    )
+    params, x, y = dict(model.named_parameters()), torch.randn(3, 6, 4), labels(3)
+    fn = pexgrad.per_example_grad(model)
+    full = torch.ones(3, 6, dtype=torch.bool)
+    padded = torch.arange(6) < torch.tensor([6, 2, 4])[:, None]
+    for mask, traces in ((full, 1), (padded, 2), (full, 2), (padded, 2), (full[:, :1].expand(3, 6), 2)):
+        want = rows_of(model, torch.nn.functional.cross_entropy, (x, mask.contiguous()), y)
+        assert_rows_equal(fn(params, (x, mask.contiguous()), y), want)
+        assert fn.trace_count == traces
 
 
 def test_a_special_value_in_the_batch_does_not_hide_mixing():

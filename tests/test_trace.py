@@ -202,3 +202,59 @@ def test_equal_plain_values_of_other_types_are_other_signatures():
     fn = pexgrad.per_example_grad(model, wave)
     for flag in (True, 1, 1.0):
         check(fn, model, (torch.randn(3, 4), flag), loss=wave)
+
+
+class Settings:
+    def __init__(self):
+        self.scale = 2.0
+
+
+KEPT = {  # kept on the module, and how it is changed there
+    "dict": (lambda: {"scale": 2.0}, lambda m: m.kept.update(scale=3.0), lambda kept: kept["scale"]),
+    "key": (lambda: {2.0: None}, lambda m: m.kept.update({2.0: None, 3.0: None}), lambda kept: sum(kept)),
+    "list": (lambda: [2.0], lambda m: m.kept.append(3.0), sum),
+    "nested": (lambda: {"a": [{"b": 2.0}]}, lambda m: m.kept["a"][0].update(b=3.0), lambda kept: kept["a"][0]["b"]),
+    "object": (Settings, lambda m: setattr(m.kept, "scale", 3.0), lambda kept: kept.scale),
+    "tensor": (lambda: torch.tensor(2.0), lambda m: setattr(m, "kept", torch.tensor(3.0)), lambda kept: kept),
+    "tensor in place": (lambda: torch.tensor(2.0), lambda m: m.kept.fill_(3.0), lambda kept: kept),
+    "tensor in a list": (lambda: [torch.tensor(2.0)], lambda m: m.kept.__setitem__(0, torch.tensor(3.0)), lambda kept: kept[0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_what_is_kept_on_the_module_may_be_changed_between_calls(how):
+    make, change, read = KEPT[how]
+    model = Net(lambda s, x: s.lin(x) * read(s.kept), lin=nn.Linear(4, 5))
+    model.kept = make()
+    params, x, y = dict(model.named_parameters()), torch.randn(3, 4), labels(3)
+    fn = pexgrad.per_example_grad(model)
+    for _ in range(2):
+        assert_rows_equal(fn(params, x, y), rows_of(model, torch.nn.functional.cross_entropy, x, y))
+        change(model)
+
+
+def test_tensors_that_a_forward_replaces_and_does_not_read_lead_to_no_new_trace():
+    """Caches of attention maps, the weight that weight norm leaves behind."""
+
+    def forward(s, x):
+        s.kept = [s.lin(x)]
+        return s.kept[0]
+
+    model = Net(forward, lin=nn.Linear(4, 5))
+    params, x, y = dict(model.named_parameters()), torch.randn(3, 4), labels(3)
+    fn = pexgrad.per_example_grad(model)
+    model(x)
+    fn(params, x, y)
+    model.kept[0] = torch.randn(3, 5)
+    fn(params, x, y)
+    assert fn.trace_count == 1
+
+
+def test_a_backward_hook_that_is_added_later_is_refused_too():
+    model = nn.Sequential(nn.Linear(4, 5))
+    params, x, y = dict(model.named_parameters()), torch.randn(3, 4), labels(3)
+    fn = pexgrad.per_example_grad(model)
+    fn(params, x, y)
+    model[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(pexgrad.TraceError, match="backward hook"):
+        fn(params, x, y)
