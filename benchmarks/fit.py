@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
+from scipy.optimize import least_squares, nnls
 from tqdm import tqdm
 
 import pexgrad.factors.choice as choice
@@ -24,7 +24,7 @@ from pexgrad.factors import Conv, Geometry
 from pexgrad.factors.convolving import convolve
 
 PRICES = Path(choice.__file__).with_name("prices.json")
-ALGORITHMS = ("unfold", "loop", "lower")
+ALGORITHMS = ("unfold", "loop", "lower", "joint")
 REPEATS = 7
 
 SHAPES = [  # (batch, in, size, out, kernel, stride, groups)
@@ -38,6 +38,8 @@ SHAPES = [  # (batch, in, size, out, kernel, stride, groups)
     (32, 3, 32, 32, 5, 1, 1), (32, 32, 16, 64, 5, 1, 1), (256, 1, 28, 16, 5, 1, 1), (8, 64, 16, 64, 3, 1, 4),
     (8, 128, 28, 128, 3, 1, 32), (16, 8, 64, 8, 3, 1, 1), (2, 16, 128, 32, 3, 1, 1), (1, 64, 56, 64, 3, 1, 1),
     (4, 3, 96, 96, 4, 4, 1), (8, 3, 112, 384, 16, 16, 1), (128, 4, 8, 8, 3, 1, 1), (16, 32, 20, 32, 3, 2, 1),
+    (8, 25, 62, 200, 3, 1, 1), (8, 100, 30, 400, 3, 1, 1), (8, 156, 30, 390, 3, 1, 1), (8, 25, 60, 200, 5, 1, 1),
+    (8, 125, 30, 625, 3, 1, 1), (8, 75, 30, 225, 5, 1, 1), (64, 16, 13, 32, 4, 2, 1), (8, 64, 60, 64, 5, 1, 1),
 ]  # fmt: skip
 
 
@@ -50,7 +52,7 @@ def run_fit(device: torch.device, path: Path) -> None:
     choice.prices.cache_clear()
     choice.by_model.cache_clear()
     for point in measured:
-        point["chosen"] = choice.by_model(choice.Work(**point["work"]), device.type)
+        point["chosen"] = choice.by_model(choice.Work(**point["work"]), device.type, False)
     ratios = [point["seconds"][point["chosen"]] / min(point["seconds"].values()) for point in measured]
     mean, worst = statistics.geometric_mean(ratios), max(ratios)
     summary = f"The choice takes {mean:.2f} times the best on the geometric mean, {worst:.2f} times at worst."
@@ -64,13 +66,15 @@ def run_fit(device: torch.device, path: Path) -> None:
 
 
 def measure(shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    """Median seconds of each algorithm for one shape, in turns, into a buffer."""
+    """Median seconds of each algorithm for one shape, in turns, into a buffer where it takes one."""
     factor, seconds = make(shape, device), clock(device)
-    out = factor._rows_by("unfold", None)
-    times: dict[str, list[float]] = {name: [] for name in ALGORITHMS}
+    buffer = factor._rows_by("unfold", None)
+    outs = dict.fromkeys(choice.candidates(factor.work(), into_memory=True), buffer)
+    candidates = choice.candidates(factor.work(), into_memory=False)
+    times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(REPEATS + 1):
         for name, found in times.items():
-            found.append(seconds(lambda name=name: factor._rows_by(name, out), 1))
+            found.append(seconds(lambda name=name: factor._rows_by(name, outs.get(name)), 1))
     medians = {name: statistics.median(found[1:]) for name, found in times.items()}
     return {"shape": shape, "work": factor.work()._asdict(), "seconds": medians}
 
@@ -87,12 +91,25 @@ def make(shape: tuple[int, ...], device: torch.device) -> Conv:
 
 
 def fit(measured: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """For each algorithm, prices of at least zero with the least relative error."""
+    """For each algorithm, prices with the least relative error, too much and too little counted alike."""
     found = {}
     for name in ALGORITHMS:
-        work = np.array([choice.amounts(choice.Work(**point["work"]), name) for point in measured], float)
-        seconds = np.array([point["seconds"][name] for point in measured])
-        scale = np.maximum(work.max(0), 1)
-        prices, _ = nnls(work / scale / seconds[:, None], np.ones(len(seconds)))
-        found[name] = [float(f"{price:.3g}") for price in prices / scale]
+        points = [p for p in measured if name in p["seconds"]]
+        work = np.array([choice.amounts(choice.Work(**p["work"]), name) for p in points], float)
+        seconds = np.array([p["seconds"][name] for p in points])
+        used = work.any(0)
+        prices = np.zeros(work.shape[1])
+        prices[used] = fit_prices(work[:, used], seconds)
+        found[name] = [float(f"{price:.3g}") if price > 1e-20 else 0.0 for price in prices]
     return found
+
+
+def fit_prices(work: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Positive prices (k,) so that the logarithm of work (n, k) times prices is near that of the seconds (n,)."""
+    scale = work.max(0)
+    work = work / scale
+    start, _ = nnls(work / seconds[:, None], np.ones(len(seconds)))
+    found = least_squares(
+        lambda logs: np.log(work @ np.exp(logs)) - np.log(seconds), np.log(np.maximum(start, 1e-7))
+    )
+    return np.exp(found.x) / scale

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .factors import BLOCK_BYTES, Factor, Outer, Rows
-from .factors._base import accumulable, slices, square, squared_norms
+from .factors._base import accumulable, is_recorded, slices, square, squared_norms
 from .pullback import Window, jvp, vjp, vjp_rows
 
 
@@ -53,9 +53,10 @@ class Component:
 
     def rows(self, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """name -> (b, *shape), written into `out` where that is given."""
-        if out is not None and len(self.terms) == 1 and self._is_whole(self.terms[0]):
+        whole = self._of_whole()
+        if whole and (len(whole) == 1 or self._may_write()):
             (name,) = self.leaves
-            return {name: self.terms[0].factor.rows(out[name])}
+            return {name: self._sum_of_rows(whole, None if out is None else out[name])}
         found: dict[str, Tensor] = {}
         for term in self.terms:
             for k, r in self._term_rows(term):
@@ -64,6 +65,32 @@ class Component:
             k: found[k] if k in found else p.new_zeros(self.batch, *p.shape) for k, p in self.leaves.items()
         }
         return full if out is None else {k: out[k].copy_(r) for k, r in full.items()}
+
+    def _of_whole(self) -> list[Factor] | None:
+        """The factors, where each is of one parameter as it is; None where some are of parts, or of other values."""
+        found = []
+        for term in self.terms:
+            if term.window is None:
+                return None
+            window, factor = _upright(term, self.leaves[term.window.param])
+            if not window.whole:
+                return None
+            found.append(factor)
+        return found
+
+    def _may_write(self) -> bool:
+        """Whether results may be made in place: neither differentiated again nor written down as a graph."""
+        return not self.create_graph and not is_recorded(self.terms[0].value)
+
+    def _sum_of_rows(self, factors: list[Factor], out: Tensor | None) -> Tensor:
+        """The sum of the rows, with memory for no more than one factor's (an embedding that is the head too)."""
+        first, *others = sorted(factors, key=lambda f: f.adds_in_place)
+        if not others:
+            return first.rows(out)
+        rows = first.rows(self.terms[0].value.new_empty(self.batch, *first.shape) if out is None else out)
+        for factor in others:
+            factor.add_to(rows)
+        return rows
 
     def _is_whole(self, term: Term) -> bool:
         return term.window is not None and term.window.whole
@@ -128,8 +155,7 @@ class Component:
         for same in windows.values():
             parts += [f.sq_norms() for f in same]
             parts += [2 * f.inner(g) for f, g in combinations(same, 2)]
-        # rounding in cross terms can leave a square a little below zero
-        return {name: parts[0] if len(parts) == 1 else torch.stack(parts).sum(0).clamp(min=0)}
+        return {name: parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)}
 
     def _sq_norms_by_rows(self) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {k: [] for k in self.leaves}

@@ -112,11 +112,7 @@ def _line(
         module=str(node.meta.get("path", "")),
         rule="fallback" if rule is None else rule.name,
         rows=factor.algorithm(),
-        norms="rows in pieces"
-        if by_rows
-        else "from kept rows"
-        if factor.keeps_rows()
-        else factor.norm_algorithm(),
+        norms="rows in pieces" if by_rows else factor.norm_algorithm(),
         bytes=size,
         flags=" ".join(k for k, on in flags.items() if on),
         source=str(node.meta.get("source", "")),

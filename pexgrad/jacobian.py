@@ -184,6 +184,7 @@ def _row_bytes(term: Term) -> int:
 
 
 def _sqrt(sq: Tensor, differentiable: bool) -> Tensor:
+    sq = sq.clamp(min=0)  # rounding can leave a square that is a sum of products a little below zero
     if not differentiable:
         return sq.sqrt()
     zero = sq == 0  # the norm has gradient zero, not infinity, where it is zero itself

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import hypothesis.strategies as st
 import properties
 import pytest
 import torch
@@ -11,6 +13,10 @@ import torch.nn as nn
 from hypothesis import given, settings
 from oracle import assert_rows_equal
 from strategies import CONV, conv_configs, transposed_configs
+
+from pexgrad.factors import Conv, Geometry, choice
+from pexgrad.factors._base import dots
+from pexgrad.factors.convolving import convolve, window_gram
 
 pytestmark = [
     pytest.mark.usefixtures("double"),
@@ -106,3 +112,59 @@ def test_rows_can_be_differentiated(rule):
         return torch.autograd.grad(rows["weight"].sin().sum(), [x, c])
 
     torch.testing.assert_close(value(conv_rule=rule), value(strategy="naive"))
+
+
+# --- the parts that a rule chooses from ----------------------------------------------------------------
+
+
+@st.composite
+def factors(draw, dtype=torch.float64):
+    """A convolution's factor, of a few positions of each example, with any geometry."""
+    n = draw(st.integers(1, 3))
+    some = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(n))  # noqa: E731
+    geometry = Geometry(some(1, 3), some(1, 3), some(0, 2), some(1, 2), draw(st.integers(1, 3)))
+    batch, fold, c, d = (draw(st.integers(1, 3)) for _ in "btcd")
+    least = [
+        e * (k - 1) + 1 - 2 * p
+        for k, p, e in zip(geometry.kernel, geometry.padding, geometry.dilation, strict=True)
+    ]
+    size = tuple(max(m, 1) + extra for m, extra in zip(least, some(0, 3), strict=True))
+    g = geometry.groups
+    x, weight = (
+        torch.randn(batch * fold, g * c, *size, dtype=dtype),
+        torch.randn(g * d, c, *geometry.kernel, dtype=dtype),
+    )
+    y = torch.randn_like(convolve(x, weight, geometry))
+    parts = (v.unflatten(0, (batch, fold)) for v in (x, y))
+    return Conv(*parts, geometry, tuple(weight.shape), dtype)
+
+
+@given(factor=factors())
+@settings(max_examples=60)
+def test_every_algorithm(factor):
+    want = factor._rows_by("loop", None) if factor.g.shape[1] == 1 else factor.unfolded().rows()
+    for name in ("unfold", "loop", "lower", "grouped", "joint"):
+        torch.testing.assert_close(factor._rows_by(name, None), want)
+        torch.testing.assert_close(factor._rows_by(name, torch.empty_like(want)), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@given(data=st.data())
+@settings(max_examples=60)
+def test_inner_products_of_windows_from_those_of_pixels(dtype, data):
+    factor = data.draw(factors(dtype))
+    other = replace(factor, x=torch.randn_like(factor.x), g=torch.randn_like(factor.g))
+    mine, theirs = (f.unfolded().x.movedim(2, 1) for f in (factor, other))
+    got = window_gram(factor.x, other.x, factor.geometry)
+    torch.testing.assert_close(got, mine @ theirs.conj().mT)
+    torch.testing.assert_close(factor._inner(other), dots(factor.unfolded().rows(), other.unfolded().rows()))
+
+
+def test_the_choice_is_among_what_may_be_fastest_and_into_memory_nothing_as_large_is_made():
+    aligned = torch.randn(8, 1, 64, 24, 24)
+    factor = Conv(
+        aligned, aligned, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1), (64, 64, 3, 3), torch.float32
+    )
+    assert "joint" in choice.candidates(factor.work(), into_memory=False)
+    assert "joint" not in choice.candidates(factor.work(), into_memory=True)
+    assert "joint" not in choice.candidates(factor.work()._replace(inputs=25), into_memory=False)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .norm_cost import NormCost
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -35,6 +37,8 @@ class Factor(ABC):
 
     shape: tuple[int, ...]  # the operand's shape
     dtype: torch.dtype  # the operand's dtype, which rows have
+
+    adds_in_place = False  # whether `add_to` builds no rows
 
     @property
     @abstractmethod
@@ -58,9 +62,14 @@ class Factor(ABC):
         """How rows are computed, for the reader of `explain`."""
         return type(self).__name__.lower()
 
+    def norm_cost(self) -> NormCost | None:
+        """What the ways to norms cost, where there are several."""
+        return None
+
     def norm_algorithm(self) -> str:
         """How norms are computed, for the reader of `explain`."""
-        return "rows in pieces"
+        cost = self.norm_cost()
+        return "rows in pieces" if cost is None else cost.way
 
     def keeps_rows(self) -> bool:
         """Whether a norm followed by a weighted sum is cheaper through rows that are kept in between."""
@@ -78,6 +87,11 @@ class Factor(ABC):
         """Rows, a bounded number of examples at a time."""
         for s in self.slices(self.row_numel * self.dtype.itemsize, limit):
             yield s, self.take(s).rows()
+
+    def add_to(self, rows: Tensor) -> None:
+        """Add rows to those given, (b, *shape)."""
+        for s, g in self.pieces():
+            rows[s] += g
 
     def sq_norms(self) -> Tensor:
         """(b,): the squared norm of each row, accumulated in at least float32."""
@@ -130,6 +144,11 @@ def is_recorded(x: Tensor) -> bool:
 def flat(g: Tensor) -> Tensor:
     """(b, p): rows with what is not the batch in one dimension, also where there is nothing else."""
     return g.unsqueeze(-1).flatten(1)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """(b, (t s), c) from (b, t, c, *s)."""
+    return x.unsqueeze(-1).flatten(3).movedim(2, 3).flatten(1, 2)
 
 
 def accumulable(x: Tensor) -> Tensor:

@@ -35,32 +35,47 @@ class Work(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Multiplications for each example, position and element of the kernel, in whole blocks."""
-        return self.groups * _blocks(self.outputs) * _blocks(self.inputs)
+        """Products of channels for each position and element of the kernel, in whole blocks; a colour image is not padded."""
+        inputs = self.inputs if self.inputs <= 4 and self.groups == 1 else _blocks(self.inputs)
+        return self.groups * _blocks(self.outputs) * inputs
 
 
 def _blocks(n: int) -> int:
     return -(-n // LANES) * LANES
 
 
+# numbers in the windows of one image that do not stay in a cache
+MANY = 1 << 22
+
+
 def amounts(work: Work, algorithm: str) -> tuple[float, ...]:
-    """Calls, multiplications of channels in whole blocks, the same exactly, numbers in windows, in rows, in x and g."""
+    """Calls, multiplications, the same of channels in whole blocks, numbers in windows, those of images with many again,
+    numbers in rows, in x and g.
+    """
     images = work.examples * work.fold
     one = work.groups * work.outputs * work.inputs * work.kernel
     places = images * work.positions
+    copied = algorithm == "unfold" and work.kernel > 1  # windows of one element are x itself
+    windows = work.groups * work.inputs * work.kernel * work.positions if copied else 0
     return (
         work.examples if algorithm == "loop" else images * work.groups if algorithm == "unfold" else 1,
-        places * work.channels * work.kernel,
         places * one,
-        places * work.groups * work.inputs * work.kernel if algorithm == "unfold" else 0,
+        places * work.channels * work.kernel,
+        images * windows,
+        images * windows * (windows > MANY),
         work.examples * one,
         images * work.groups * (work.inputs * work.pixels + work.outputs * work.positions),
     )
 
 
-def candidates(work: Work) -> tuple[str, ...]:
-    """The algorithms that may be fastest."""
-    return ("unfold", "loop", "lower") if work.fold == 1 else ("unfold", "loop")
+def candidates(work: Work, into_memory: bool) -> tuple[str, ...]:
+    """The algorithms that may be fastest; into (large) memory that is there already, those that do not fill as much elsewhere."""
+    if work.fold != 1:
+        return ("unfold", "loop")
+    fits = (
+        work.inputs % (LANES // 2) == work.outputs % (LANES // 2) == 0
+    )  # else the library goes through the groups one by one
+    return ("unfold", "loop", "lower", "joint") if fits and not into_memory else ("unfold", "loop", "lower")
 
 
 @cache
@@ -70,21 +85,22 @@ def prices(device: str) -> dict[str, tuple[float, ...]]:
 
 
 @cache
-def by_model(work: Work, device: str) -> str:
+def by_model(work: Work, device: str, into_memory: bool) -> str:
     """The algorithm of the lowest cost by the model of a kind of device."""
     known = prices(device)
     cost = lambda name: sum(a * p for a, p in zip(amounts(work, name), known[name], strict=True))  # noqa: E731
-    return min(candidates(work), key=cost)
+    return min(candidates(work, into_memory), key=cost)
 
 
-_measured: dict[tuple[Work, torch.device, torch.dtype, int], str] = {}
+_measured: dict[tuple[Work, bool, torch.device, torch.dtype, int], str] = {}
 
 
-def by_measurement(work: Work, like: Tensor, rows: Callable[[str], Tensor]) -> str:
+def by_measurement(work: Work, like: Tensor, into_memory: bool, rows: Callable[[str], Tensor]) -> str:
     """The algorithm whose `rows(name)` took the least time, on tensors like the one given; remembered."""
-    key = (work, like.device, like.dtype, torch.get_num_threads())
+    key = (work, into_memory, like.device, like.dtype, torch.get_num_threads())
     if key not in _measured:
-        _measured[key] = min(candidates(work), key=lambda name: _seconds(lambda: rows(name), like.device))
+        names = candidates(work, into_memory)
+        _measured[key] = min(names, key=lambda name: _seconds(lambda: rows(name), like.device))
     return _measured[key]
 
 

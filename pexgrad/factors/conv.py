@@ -9,13 +9,24 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import torch
-from einops import rearrange, reduce
 from torch import Tensor
 
 from ..errors import InputError
 from . import choice
-from ._base import BLOCK_BYTES, Factor, dots, gather, into, is_recorded, weighted_pair
-from .convolving import Geometry, convolve, grouped, lower, unfold, weight_gradient
+from ._base import (
+    BLOCK_BYTES,
+    PIECE_BYTES,
+    Factor,
+    accumulable,
+    channels_last,
+    dots,
+    gather,
+    into,
+    is_recorded,
+    weighted_pair,
+)
+from .convolving import Geometry, convolve, grouped, joint, lower, unfold, weight_gradient, window_gram
+from .norm_cost import NormCost, of_convolution
 from .outer import Outer
 
 CONV_RULES = ("auto", "measure", "grouped", "unfold", "loop")
@@ -25,6 +36,9 @@ def check_conv_rule(rule: str) -> None:
     """Raise where the option names no algorithm."""
     if rule not in CONV_RULES:
         raise InputError(f"conv_rule={rule!r} is not one of {', '.join(map(repr, CONV_RULES))}")
+
+
+_AT_ONCE = {"grouped": grouped, "lower": lower, "joint": joint}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,17 +60,16 @@ class Conv(Factor):
         return replace(self, x=self.x.narrow(0, start, length), g=self.g.narrow(0, start, length))
 
     def rows(self, out: Tensor | None = None) -> Tensor:
-        return self._rows_by(self.algorithm(), out)
+        return self._rows_by(self._algorithm(into_memory=out is not None and out.nbytes > PIECE_BYTES), out)
 
     def _rows_by(self, algorithm: str, out: Tensor | None) -> Tensor:
         if algorithm == "unfold":
             return self._by_windows(out)
         if algorithm == "loop":
             return self._one_by_one(out)
-        by = grouped if algorithm == "grouped" else lower
-        rows = by(self.x.flatten(0, 1), self.g.flatten(0, 1), self.geometry)
+        rows = _AT_ONCE[algorithm](self.x.flatten(0, 1), self.g.flatten(0, 1), self.geometry)
         if self.g.shape[1] != 1:
-            rows = reduce(rows, "(b t) ... -> b ...", "sum", b=self.batch)
+            rows = rows.unflatten(0, self.g.shape[:2]).sum(1)
         return into(out, rows.to(self.dtype))
 
     def _one_by_one(self, out: Tensor | None) -> Tensor:
@@ -83,13 +96,16 @@ class Conv(Factor):
         return self.g.new_empty(self.batch, *self.shape, dtype=self.dtype)
 
     def algorithm(self) -> str:
+        return self._algorithm(into_memory=False)
+
+    def _algorithm(self, into_memory: bool) -> str:
         if self.rule not in ("auto", "measure"):
             return self.rule
         if self.rule == "auto" and choice.prices(self.g.device.type):
-            return choice.by_model(self.work(), self.g.device.type)
+            return choice.by_model(self.work(), self.g.device.type, into_memory)
         if is_recorded(self.g):
             return "unfold"
-        return choice.by_measurement(self.work(), self.g, lambda name: self._rows_by(name, None))
+        return choice.by_measurement(self.work(), self.g, into_memory, lambda name: self._rows_by(name, None))
 
     def work(self) -> choice.Work:
         """What the choice of an algorithm depends on."""
@@ -99,26 +115,33 @@ class Conv(Factor):
             kernel=prod(self.geometry.kernel), positions=prod(self.g.shape[3:]), pixels=prod(self.x.shape[3:]),
         )  # fmt: skip
 
-    def keeps_rows(self) -> bool:
-        return (
-            self.norm_algorithm() != "gram"
-        )  # rows cost as much as the weighted sum, which they then give for free
+    def norm_cost(self) -> NormCost:
+        groups = self.geometry.groups
+        return of_convolution(
+            self.g[0:1, :, 0].numel(), self.x[0:1, :, 0].numel(), self.shape[0] // groups, self.shape[1],
+            prod(self.geometry.kernel),
+        )  # fmt: skip
 
-    def norm_algorithm(self) -> str:
-        d, c = self.shape[0] // self.geometry.groups, prod(self.shape[1:])
-        t = self.g[0, :, 0].numel()
-        return "gram" if 2 * t * (c + d) < c * d else "rows in pieces"
+    def keeps_rows(self) -> bool:
+        return self.norm_cost().keeps_rows
 
     def sq_norms(self) -> Tensor:
-        if self.norm_algorithm() != "gram":
-            return super().sq_norms()
-        return gather([self.take(s).unfolded().sq_norms() for s in self.slices(self._unfolded_bytes())])
+        return super().sq_norms() if self.norm_cost().way != "gram" else self.inner(self)
 
     def inner(self, other: Factor) -> Tensor:
-        if not isinstance(other, Conv) or {self.norm_algorithm(), other.norm_algorithm()} != {"gram"}:
+        if not isinstance(other, Conv) or {self.norm_cost().way, other.norm_cost().way} != {"gram"}:
             return super().inner(other)
-        pieces = self.slices(self._unfolded_bytes())
-        return gather([self.take(s).unfolded().inner(other.take(s).unfolded()) for s in pieces])
+        pairs = self.x[0:1, :, 0].numel() * other.x[0:1, :, 0].numel()
+        return gather([self.take(s)._inner(other.take(s)) for s in self.slices(pairs * 8)])
+
+    def _inner(self, other: Conv) -> Tensor:
+        g, h = (accumulable(f._grouped_cotangents()).movedim(2, 1) for f in (self, other))
+        x, y = (accumulable(f.x) for f in (self, other))
+        return dots(torch.matmul(g, h.conj().mT), window_gram(x, y, self.geometry).conj())
+
+    def _grouped_cotangents(self) -> Tensor:
+        """(b, (t s'), groups, d)."""
+        return channels_last(self.g).unflatten(2, (self.geometry.groups, -1))
 
     def gram(self, other: Factor) -> Tensor:
         if not isinstance(other, Conv):
@@ -140,6 +163,9 @@ class Conv(Factor):
         return dots(y.reshape(self.g.shape), self.g.conj())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
+        # the library's kernel is made for more positions than channels
+        if not is_recorded(self.g) and 4 * self.g[:, :, 0].numel() <= self.shape[0]:
+            return self.unfolded().weighted_sum(weights)
         g, x = weighted_pair(self.g, self.x, weights)
         return weight_gradient(x.flatten(0, 1), g.flatten(0, 1), self.geometry, self.shape).to(self.dtype)
 
@@ -150,5 +176,4 @@ class Conv(Factor):
         # positions innermost in memory, in one copy: it then goes by runs, not element by element
         inner = windows.permute(0, 2, *range(3 + n, 3 + 2 * n), 1, *range(3, 3 + n))
         x = inner.reshape(self.batch, groups, prod(self.shape[1:]), -1)  # (b, h, (c k), (t s'))
-        g = rearrange(self.g.flatten(3), "b t (h d) s -> b h d (t s)", h=groups)
-        return Outer(g.movedim(3, 1), x.movedim(3, 1), self.shape, self.dtype)
+        return Outer(self._grouped_cotangents(), x.movedim(3, 1), self.shape, self.dtype)

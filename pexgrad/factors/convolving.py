@@ -14,12 +14,15 @@ for 1, 2 and 3 spatial dimensions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+
+from ._base import channels_last, total
 
 CONV = (F.conv1d, F.conv2d, F.conv3d)
 
@@ -41,6 +44,34 @@ def unfold(x: Tensor, geometry: Geometry) -> Tensor:
     for i, (k, s, e) in enumerate(zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)):
         x = x.unfold(3 + i, e * (k - 1) + 1, s)[..., ::e]
     return x
+
+
+def window_gram(x: Tensor, y: Tensor, geometry: Geometry) -> Tensor:
+    """(b, h, (t s'), (u u')): <window of x, window of y> for all windows of x (b, t, c, *s) and y (b, u, c, *s), by group h.
+
+    They are sums of the inner products of pixels, which take fewer multiplications by the size of the kernel:
+
+        sum over k of <x[S s' + E k - P], y[S u' + E k - P]>
+    """
+    n, groups = len(geometry.kernel), geometry.groups
+    x_of_group, y_of_group = (channels_last(v).unflatten(2, (groups, -1)).movedim(2, 1) for v in (x, y))
+    pixels = torch.matmul(x_of_group, y_of_group.conj().mT)
+    pixels = pixels.reshape(*pixels.shape[:2], x.shape[1], *x.shape[3:], y.shape[1], *y.shape[3:])
+    padding = [p for size in reversed(geometry.padding) for p in (size, size)]
+    pixels = F.pad(pixels, [*padding, 0, 0, *padding]) if any(padding) else pixels
+    every, sizes = slice(None), pixels.shape[-n:]
+
+    def at(k: tuple[int, ...]) -> Tensor:
+        starts = [e * i for e, i in zip(geometry.dilation, k, strict=True)]
+        ends = [
+            size - e * (kernel - 1) + start
+            for size, e, kernel, start in zip(sizes, geometry.dilation, geometry.kernel, starts, strict=True)
+        ]
+        places = tuple(map(slice, starts, ends, geometry.stride))
+        return pixels[(every, every, every, *places, every, *places)]
+
+    windows = total(map(at, product(*map(range, geometry.kernel))))
+    return windows.flatten(3 + n).flatten(2, 2 + n)
 
 
 def pad(x: Tensor, padding: tuple[int, ...]) -> Tensor:
@@ -104,6 +135,17 @@ def lower(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
         groups=x.shape[0] * groups,
     )
     return rearrange(_cut(out, geometry.kernel), "c (b d) ... -> b d c ...", b=x.shape[0])
+
+
+def joint(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
+    """The library's own weight gradient, once: the examples as groups of one convolution, x (1, B*C, *S), g (1, B*D, *S')."""
+    b, d, c = x.shape[0], g.shape[1], x.shape[1] // geometry.groups
+    groups = replace(geometry, groups=b * geometry.groups)
+    rows = weight_gradient(
+        rearrange(x, "b c ... -> 1 (b c) ..."), rearrange(g, "b d ... -> 1 (b d) ..."), groups,
+        (b * d, c, *geometry.kernel),
+    )  # fmt: skip
+    return rearrange(rows, "(b d) ... -> b d ...", b=b)
 
 
 def _cut(out: Tensor, kernel: tuple[int, ...]) -> Tensor:

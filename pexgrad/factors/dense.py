@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._base import Factor, into
+from ._base import Factor, flat, into, squared_norms
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,15 @@ class Rows(Factor):
 
     def rows(self, out: Tensor | None = None) -> Tensor:
         return into(out, self.values)
+
+    def sq_norms(self) -> Tensor:
+        # all at once, where nothing has to be copied to another precision
+        return super().sq_norms() if self.dtype.itemsize < 4 else squared_norms(self.values)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        if self.dtype.itemsize < 4:
+            return super().weighted_sum(weights)
+        return (weights.to(self.dtype) @ flat(self.values)).view(self.shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,12 +1,6 @@
 """The outer factor: row b is the sum over positions t of g[b,t] (x) x[b,t], for each of h heads or groups.
 
-    G[b, h, o, i] = sum_t g[b, t, h, o] x[b, t, h, i]        reshaped to the operand's shape
-
-Its norm has three ways, of which the cheapest is taken (multiplications an example and head):
-
-    t = 1   |g|^2 |x|^2                                       i + o
-    gram    sum over t, t' of (x x^T)[t, t'] (g g^T)[t, t']   t^2 (i + o)
-    rows    the rows themselves, in pieces                    t i o
+G[b, h, o, i] = sum_t g[b, t, h, o] x[b, t, h, i]        reshaped to the operand's shape
 """
 
 from __future__ import annotations
@@ -14,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from ._base import BLOCK_BYTES, Factor, accumulable, gather, into, real, square, weighted_pair
+from .norm_cost import NormCost, of_outer
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +42,11 @@ class Outer(Factor):
     def algorithm(self) -> str:
         return "outer product" if self.g.shape[1] == 1 else "batched matrix product"
 
-    def norm_algorithm(self) -> str:
-        t, o, i = self.g.shape[1], self.g.shape[3], self.x.shape[3]
-        if t == 1:
-            return "product of norms"
-        return "gram" if t * (i + o) < i * o else "rows in pieces"
+    def norm_cost(self) -> NormCost:
+        return of_outer(self.g.shape[1], self.g.shape[3], self.x.shape[3])
 
     def sq_norms(self) -> Tensor:
-        how = self.norm_algorithm()
+        how = self.norm_cost().way
         if how == "rows in pieces":
             return super().sq_norms()
         if how == "product of norms":
@@ -65,7 +56,10 @@ class Outer(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         g, x = weighted_pair(self.g, self.x, weights)
-        g, x = rearrange(g, "b t h o -> h o (b t)"), rearrange(x, "b t h i -> h (b t) i")
+        g, x = (
+            g.permute(2, 3, 0, 1).flatten(2),
+            x.permute(2, 0, 1, 3).flatten(1, 2),
+        )  # (h, o, (b t)), (h, (b t), i)
         return torch.matmul(g, x).reshape(self.shape).to(self.dtype)
 
     def sum_squares(self) -> Tensor:

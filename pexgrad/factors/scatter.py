@@ -34,16 +34,29 @@ class Scatter(Factor):
     def narrow(self, start: int, length: int) -> Scatter:
         return replace(self, g=self.g.narrow(0, start, length), ids=self.ids.narrow(0, start, length))
 
+    adds_in_place = True
+
     def rows(self, out: Tensor | None = None) -> Tensor:
-        keys = (
-            torch.arange(self.batch, device=self.ids.device)[:, None] * self.shape[0] + self.ids
-        ).flatten()
-        g = self.g.flatten(0, 1)
-        if out is not None and out.is_contiguous() and out.dtype == g.dtype:
-            out.zero_().view(-1, g.shape[1]).index_add_(0, keys, g)
-            return out
-        table = g.new_zeros(self.batch * self.shape[0], g.shape[1]).index_add(0, keys, g)
-        return into(out, table.reshape(self.batch, *self.shape).to(self.dtype))
+        g = self.g
+        narrows = self.dtype.itemsize < g.dtype.itemsize  # then it is added up before it is rounded
+        if narrows or is_recorded(g) or (torch.is_grad_enabled() and g.requires_grad):
+            table = g.new_zeros(self.batch * self.shape[0], g.shape[2])
+            table = table.index_add(0, self._keys(), g.flatten(0, 1))
+            return into(out, table.reshape(self.batch, *self.shape).to(self.dtype))
+        rows = g.new_zeros(self.batch, *self.shape, dtype=self.dtype) if out is None else out.zero_()
+        self.add_to(rows)
+        return rows
+
+    def add_to(self, rows: Tensor) -> None:
+        if not rows.is_contiguous():
+            return super().add_to(rows)
+        g = self.g.flatten(0, 1).to(rows.dtype)
+        rows.view(-1, g.shape[1]).index_add_(0, self._keys(), g)
+
+    def _keys(self) -> Tensor:
+        """(b t): row id[b, t] of example b, in a table of the rows of all examples."""
+        first = torch.arange(self.batch, device=self.ids.device)[:, None] * self.shape[0]
+        return (first + self.ids).flatten()
 
     def algorithm(self) -> str:
         return "scatter-add"
@@ -55,10 +68,7 @@ class Scatter(Factor):
         if is_recorded(self.ids):
             return self.inner(self)
         g = accumulable(self.g).flatten(0, 1)
-        keys = (
-            torch.arange(self.batch, device=self.ids.device)[:, None] * self.shape[0] + self.ids
-        ).flatten()
-        distinct, place = torch.unique(keys, return_inverse=True)
+        distinct, place = torch.unique(self._keys(), return_inverse=True)
         sums = g.new_zeros(len(distinct), g.shape[1]).index_add(0, place, g)
         of_key = square(sums).sum(1)
         return of_key.new_zeros(self.batch).index_add(0, distinct // self.shape[0], of_key)

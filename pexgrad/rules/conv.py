@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 from ..factors import Broadcast, Conv, Geometry
+from ..factors._base import channels_last
 from .linear import together
 from .registry import register_rule
 
@@ -73,7 +73,7 @@ def conv_transpose_weight(
 
 
 def conv_bias(g: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
-    return Broadcast(rearrange(g.flatten(3), "b t d s -> b (t s) d"), None, shape, dtype)
+    return Broadcast(channels_last(g), None, shape, dtype)
 
 
 for operation in PLAIN:

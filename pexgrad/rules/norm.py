@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 from ..factors import Broadcast
+from ..factors._base import channels_last
 from .linear import together
 from .registry import register_rule
 
@@ -34,8 +34,8 @@ def channels(g: Tensor, r: Tensor | None, shape: torch.Size, dtype: torch.dtype)
     """g and r (b, t, c, *s)."""
     if r is not None:
         g, r = together(g, r)
-        r = rearrange(r.unsqueeze(-1).flatten(3), "b t c s -> b (t s) c")
-    return Broadcast(rearrange(g.unsqueeze(-1).flatten(3), "b t c s -> b (t s) c"), r, shape, dtype)
+        r = channels_last(r)
+    return Broadcast(channels_last(g), r, shape, dtype)
 
 
 @register_rule(aten.layer_norm.default, "weight")
