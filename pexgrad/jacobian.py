@@ -70,7 +70,7 @@ class Jacobian:
     def _components(self) -> list[Component]:
         return components(self.leaves, self.terms, self.create_graph)
 
-    def _mode(self) -> AbstractContextManager[None]:
+    def _mode(self) -> AbstractContextManager[object]:
         return recording(self.create_graph)
 
     def rows(self, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,21 +20,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from . import trees
 
 
-@contextlib.contextmanager
-def recording(differentiable: bool = True) -> Iterator[None]:
+def recording(differentiable: bool = True) -> AbstractContextManager[Any]:
     """Autograd on, or off, as usual, whatever mode the caller is in."""
-    with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(differentiable))
-        yield
+    mode = torch.enable_grad() if differentiable else torch.no_grad()
+    return _outside_inference(mode) if torch.is_inference_mode_enabled() else mode
 
 
 @contextlib.contextmanager
-def differentiable_kernels(wanted: bool) -> Iterator[None]:
-    """Attention by its formula where the result is to be differentiated again: fused kernels have no second derivative."""
-    with sdpa_kernel(SDPBackend.MATH) if wanted else contextlib.nullcontext():
+def _outside_inference(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    with torch.inference_mode(False), mode:
         yield
+
+
+def differentiable_kernels(wanted: bool) -> AbstractContextManager[Any]:
+    """Attention by its formula where the result is to be differentiated again: fused kernels have no second derivative."""
+    return sdpa_kernel(SDPBackend.MATH) if wanted else contextlib.nullcontext()
 
 
 def recordable(tree: Any) -> Any:
