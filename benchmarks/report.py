@@ -144,21 +144,25 @@ def choices(files: list[Record]) -> Iterator[str]:
     if found:
         yield "## Convolution algorithms"
         yield (
-            "Milliseconds for the rows of one convolution's weight, into a buffer, by each algorithm, and what "
+            "Milliseconds for the rows of one convolution's weight by each algorithm that may be fastest, and what "
             '`conv_rule="auto"` takes: its cost model is fitted to these numbers.'
         )
     for data in found:
         yield f"### {setting(data['environment'])}"
         yield data["summary"]
-        names = list(data["points"][0]["seconds"])
+        names = list(dict.fromkeys(name for point in data["points"] for name in point["seconds"]))
         yield markdown([*AXES, *names, "auto"], [choice_line(point, names) for point in data["points"]])
 
 
 def choice_line(point: Record, names: list[str]) -> list[str]:
-    fastest = min(point["seconds"].values())
-    cells = [(1e3 * point["seconds"][name], point["seconds"][name] == fastest) for name in names]
-    milliseconds = [f"**{ms:.2f}**" if best else f"{ms:.2f}" for ms, best in cells]
-    return [*map(str, point["shape"]), *milliseconds, point["chosen"]]
+    seconds, fastest = point["seconds"], min(point["seconds"].values())
+
+    def cell(name: str) -> str:
+        if name not in seconds:
+            return "—"
+        return f"**{1e3 * seconds[name]:.2f}**" if seconds[name] == fastest else f"{1e3 * seconds[name]:.2f}"
+
+    return [*map(str, point["shape"]), *map(cell, names), point["chosen"]]
 
 
 # ---------------------------------------------------------------- correctness on the device

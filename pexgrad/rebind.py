@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -150,7 +151,9 @@ def _substituted(forward: Callable[..., Any], replacements: dict[int, Tensor]) -
     return run
 
 
-Place = tuple[int, Any]  # the identity of what holds a tensor, and the attribute, key or index in it
+Place = tuple[
+    int, Any
+]  # how many references were found before a tensor's holder, and the attribute, key or index in it
 
 
 class Snapshot(NamedTuple):
@@ -187,6 +190,10 @@ _ATOMS = frozenset({
 })  # fmt: skip
 
 
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
+_END = object()
+
+
 def snapshot(model: nn.Module | Callable[..., Any]) -> Snapshot:
     """Walk through a module once; a function holds nothing but itself."""
     found = Snapshot({}, {}, [], {})
@@ -208,7 +215,7 @@ def _walk(m: nn.Module, prefix: str, found: Snapshot, seen: set[int]) -> None:
                 into[prefix + name] = t
     found.references.append(m)
     held = vars(m)
-    _note(m, [(k, v) for k, v in held.items() if k not in _MACHINERY], found, seen)
+    _note([(k, v) for k, v in held.items() if k not in _MACHINERY], found, seen)
     for hooks in _HOOKS:
         if held.get(hooks):
             found.references.extend(held[hooks].values())
@@ -217,29 +224,37 @@ def _walk(m: nn.Module, prefix: str, found: Snapshot, seen: set[int]) -> None:
             _walk(child, f"{prefix}{name}.", found, seen)
 
 
-def _note(holder: Any, items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int]) -> None:
-    """Note what is held, and what containers and settings among it hold in turn."""
+def _note(items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int]) -> None:
+    """Note what is held, and what containers and settings among it hold in turn.
+
+    A container is what is in it: `torch.func.functional_call` gives a recurrent layer new lists of the same weights.
+    """
+    here = len(found.references)
     for key, value in items:
         kind = type(value)
+        if kind is weakref.ReferenceType:
+            value, kind = value(), type(value())
         if kind in _ATOMS:
             found.references.append(value)
-        elif issubclass(kind, Tensor):
-            found.loose[id(holder), key] = value
-        else:
+        elif isinstance(value, Tensor):
+            found.loose[here, key] = value
+        elif id(value) in seen or (inside := _inside(value)) is None:
             found.references.append(value)
-            if id(value) not in seen and (inside := _inside(value)) is not None:
-                seen.add(id(value))
-                _note(value, inside, found, seen)
+        else:
+            seen.add(id(value))
+            found.references.append(kind if isinstance(value, _CONTAINERS) else value)
+            _note(inside, found, seen)
+            found.references.append(_END)
 
 
 def _inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """What a container holds, or an object that is made of settings; None for any other."""
     if isinstance(value, type):
         return None
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return enumerate(value)
     if isinstance(value, Mapping):
         return [*enumerate(value), *value.items()]  # the keys count too
+    if isinstance(value, _CONTAINERS):
+        return enumerate(value)
     return vars(value).items() if _is_settings(value) else None
 
 

@@ -258,3 +258,26 @@ def test_a_backward_hook_that_is_added_later_is_refused_too():
     model[0].register_full_backward_hook(lambda *_: None)
     with pytest.raises(pexgrad.TraceError, match="backward hook"):
         fn(params, x, y)
+
+
+def test_functional_calls_of_the_same_module_in_between_lead_to_no_new_trace():
+    """`functional_call` gives a recurrent layer new lists of the same weights."""
+    model = Net(lambda s, x: s.lstm(x)[0], lstm=nn.LSTM(4, 3, batch_first=True))
+    params, x = named(model), torch.randn(2, 5, 4)
+    fn = pexgrad.per_example_grad(model, wave)
+    for _ in range(3):
+        assert_rows_equal(fn(params, x), rows_of(model, wave, x, None))
+        torch.func.functional_call(model, {k: p.detach() for k, p in params.items()}, (x,))
+    assert fn.trace_count == 1
+
+
+def test_equal_containers_are_the_same_setting():
+    model = Net(lambda s, x: s.lin(x) * s.kept["scale"][0], lin=nn.Linear(4, 5))
+    params, x, y = named(model), torch.randn(3, 4), labels(3)
+    fn = pexgrad.per_example_grad(model)
+    for _ in range(2):
+        model.kept = {"scale": [2], "none": {}}
+        check(fn, model, x, y)
+    model.kept = {"scale": [2], "none": {"other": 1}}
+    check(fn, model, x, y)
+    assert fn.trace_count == 2

@@ -72,9 +72,8 @@ def candidates(work: Work, into_memory: bool) -> tuple[str, ...]:
     """The algorithms that may be fastest; into (large) memory that is there already, those that do not fill as much elsewhere."""
     if work.fold != 1:
         return ("unfold", "loop")
-    fits = (
-        work.inputs % (LANES // 2) == work.outputs % (LANES // 2) == 0
-    )  # else the library goes through the groups one by one
+    # else the library goes through the groups one by one
+    fits = work.inputs % (LANES // 2) == work.outputs % (LANES // 2) == 0
     return ("unfold", "loop", "lower", "joint") if fits and not into_memory else ("unfold", "loop", "lower")
 
 

@@ -131,7 +131,7 @@ class Conv(Factor):
     def inner(self, other: Factor) -> Tensor:
         if not isinstance(other, Conv) or {self.norm_cost().way, other.norm_cost().way} != {"gram"}:
             return super().inner(other)
-        pairs = self.x[0:1, :, 0].numel() * other.x[0:1, :, 0].numel()
+        pairs = self.geometry.groups * self.x[0:1, :, 0].numel() * other.x[0:1, :, 0].numel()
         return gather([self.take(s)._inner(other.take(s)) for s in self.slices(pairs * 8)])
 
     def _inner(self, other: Conv) -> Tensor:

@@ -56,10 +56,8 @@ class Outer(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         g, x = weighted_pair(self.g, self.x, weights)
-        g, x = (
-            g.permute(2, 3, 0, 1).flatten(2),
-            x.permute(2, 0, 1, 3).flatten(1, 2),
-        )  # (h, o, (b t)), (h, (b t), i)
+        # (h, o, (b t)), (h, (b t), i)
+        g, x = g.permute(2, 3, 0, 1).flatten(2), x.permute(2, 0, 1, 3).flatten(1, 2)
         return torch.matmul(g, x).reshape(self.shape).to(self.dtype)
 
     def sum_squares(self) -> Tensor:
