@@ -273,7 +273,7 @@ def test_functional_calls_of_the_same_module_in_between_lead_to_no_new_trace():
 
 def test_equal_containers_are_the_same_setting():
     model = Net(lambda s, x: s.lin(x) * s.kept["scale"][0], lin=nn.Linear(4, 5))
-    params, x, y = named(model), torch.randn(3, 4), labels(3)
+    x, y = torch.randn(3, 4), labels(3)
     fn = pexgrad.per_example_grad(model)
     for _ in range(2):
         model.kept = {"scale": [2], "none": {}}
