@@ -52,7 +52,7 @@ def run_fit(device: torch.device, path: Path) -> None:
     choice.prices.cache_clear()
     choice.by_model.cache_clear()
     for point in measured:
-        point["chosen"] = choice.by_model(choice.Work(**point["work"]), device.type, False)
+        point["chosen"] = choice.by_model(choice.Work(**point["work"]), device.type, into_memory=False)
     ratios = [point["seconds"][point["chosen"]] / min(point["seconds"].values()) for point in measured]
     mean, worst = statistics.geometric_mean(ratios), max(ratios)
     summary = f"The choice takes {mean:.2f} times the best on the geometric mean, {worst:.2f} times at worst."

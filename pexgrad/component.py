@@ -68,15 +68,8 @@ class Component:
 
     def _of_whole(self) -> list[Factor] | None:
         """The factors, where each is of one parameter as it is; None where some are of parts, or of other values."""
-        found = []
-        for term in self.terms:
-            if term.window is None:
-                return None
-            window, factor = _upright(term, self.leaves[term.window.param])
-            if not window.whole:
-                return None
-            found.append(factor)
-        return found
+        windows = self.windows() or {}
+        return next(iter(windows.values())) if [w.whole for w in windows] == [True] else None
 
     def _may_write(self) -> bool:
         """Whether results may be made in place: neither differentiated again nor written down as a graph."""

@@ -147,7 +147,7 @@ def _inputs(x: Any) -> list[Tensor]:
 def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Sample]:
     """Trace, rewrite, find the sites, tap, and probe on a few examples, which are returned too."""
     trainable = set(call.trainable)
-    traced = _trace_serving(model, call, trainable)
+    traced = _trace_serving(model, call)
     held = call.module.places(traced.constants())
     kinds = rewrite(traced, call.params, trainable)
     sites = find_sites(traced, trainable)
@@ -157,12 +157,12 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Samp
     buffers = list(model.buffers().values())
     with StandStill():
         try:
-            sample = draw(traced.serves, call, trainable, scramble=True)
+            sample = draw(traced.serves, call, scramble=True)
             layouts = _layouts(traced, sites, program, sample, buffers)
         except (IndexError, RuntimeError) as e:
             if isinstance(e, PexgradError):
                 raise
-            sample = draw(traced.serves, call, trainable, scramble=False)
+            sample = draw(traced.serves, call, scramble=False)
             layouts = _layouts(traced, sites, program, sample, buffers)
         outputs = Outputs(traced, layouts.outputs, [k is Output.COPIED for k in kinds])
         takes_batches = _takes_batches(loss, program, outputs, sample, buffers)
@@ -171,8 +171,9 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Samp
     return Pipeline(traced, program, bound, outputs, windows, loss, takes_batches, alike, held), sample
 
 
-def _trace_serving(model: Bound, call: Call, trainable: set[str]) -> Trace:
+def _trace_serving(model: Bound, call: Call) -> Trace:
     """A trace that holds at this batch size: the general one, or one through the branches that this size takes."""
+    trainable = set(call.trainable)
     traced = trace(model, call.params, trainable, call.x)
     # a hint of one would fix what is only true of one
     for hint in (call.batch,) if call.batch > 1 else (3, 2, call.batch):

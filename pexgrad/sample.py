@@ -48,7 +48,7 @@ class Sample:
         return Sample(params, self.x, self.y, self.batch)
 
 
-def draw(serves: Callable[[int], bool], call: Call, trainable: set[str], scramble: bool) -> Sample:
+def draw(serves: Callable[[int], bool], call: Call, scramble: bool) -> Sample:
     """Take a few of the user's examples, repeated with some noise where there are too few.
 
     The first two differ in as many inputs as any do. With `scramble`, made up examples get values that may not fit one
@@ -62,6 +62,7 @@ def draw(serves: Callable[[int], bool], call: Call, trainable: set[str], scrambl
     x, y = trees.take(call.x, index), trees.take(call.y, index)
     if batch < size:
         x = trees.map_tensors(lambda t: _varied(t, batch, generator, scramble and batch == 1), x)
+    trainable = set(call.trainable)
     jittered = {k: _jitter(p, generator) if k in trainable else p.detach() for k, p in call.params.items()}
     return Sample(jittered, x, y, size)
 
