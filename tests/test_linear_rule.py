@@ -7,8 +7,13 @@ import itertools
 import properties
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
+from oracle import assert_rows_equal, rows_of
 from strategies import linear_configs
+
+import pexgrad
+from pexgrad import tap
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -41,3 +46,39 @@ CHECKS = [check for name, check in vars(properties).items() if name.startswith("
 @settings(max_examples=12)
 def test_properties(check, config):
     check(*config.build())
+
+
+class Logits(torch.nn.Module):
+    """Their loss wants the classes on dimension 1, so their cotangent arrives transposed."""
+
+    def __init__(self, inplace):
+        super().__init__()
+        self.body, self.head, self.inplace = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3), inplace
+
+    def forward(self, x):
+        logits = self.head(self.body(x).tanh())
+        return (logits.mul_(2) if self.inplace else logits * 1).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("large", [0, tap.LARGE], ids=["copied once", "left"])
+def test_a_cotangent_that_arrives_transposed(monkeypatch, large, inplace):
+    monkeypatch.setattr(tap, "LARGE", large)
+    model, x, y = Logits(inplace), torch.randn(2, 5, 4), torch.randint(3, (2, 5))
+    loss = lambda out, y: F.cross_entropy(out, y, reduction="none").sum(-1)  # noqa: E731
+    jacobian = pexgrad.per_example_jacobian(model, loss)(dict(model.named_parameters()), x, y)
+    assert_rows_equal(jacobian.rows(), rows_of(model, loss, x, y))
+    (head,) = (t.factor for t in jacobian.terms if t.params == ("head.weight",))
+    lies = head.g.stride()[-1] == 1
+    assert lies == (large == 0 and not inplace), "a large one is brought into order before it goes on"
+
+
+def test_a_cotangent_copied_on_arrival_can_be_differentiated_again(monkeypatch):
+    monkeypatch.setattr(tap, "LARGE", 0)
+    model, x, y = Logits(inplace=False), torch.randn(2, 5, 4), torch.randint(3, (2, 5))
+    loss = lambda out, y: F.cross_entropy(out, y, reduction="none").sum(-1)  # noqa: E731
+    fn = pexgrad.per_example_grad(model, loss, create_graph=True)
+    names, values = zip(*((k, p.detach().requires_grad_()) for k, p in model.named_parameters()), strict=True)
+    assert torch.autograd.gradcheck(
+        lambda *p: tuple(fn(dict(zip(names, p, strict=True)), x, y).values()), values
+    )
