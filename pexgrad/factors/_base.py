@@ -73,7 +73,8 @@ class Factor(ABC):
 
     def keeps_rows(self) -> bool:
         """Whether a norm followed by a weighted sum is cheaper through rows that are kept in between."""
-        return False
+        cost = self.norm_cost()
+        return cost is not None and cost.keeps_rows
 
     def slices(self, bytes_of_example: int, limit: int | None = None) -> Iterator[slice]:
         """The batch in runs of examples that together take about `limit` bytes, or `PIECE_BYTES`."""

@@ -119,11 +119,8 @@ class Conv(Factor):
         groups = self.geometry.groups
         return of_convolution(
             self.g[0:1, :, 0].numel(), self.x[0:1, :, 0].numel(), self.shape[0] // groups, self.shape[1],
-            prod(self.geometry.kernel),
+            self.geometry.kernel,
         )  # fmt: skip
-
-    def keeps_rows(self) -> bool:
-        return self.norm_cost().keeps_rows
 
     def sq_norms(self) -> Tensor:
         return super().sq_norms() if self.norm_cost().way != "gram" else self.inner(self)

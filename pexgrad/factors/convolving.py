@@ -15,7 +15,6 @@ for 1, 2 and 3 spatial dimensions.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -56,22 +55,25 @@ def window_gram(x: Tensor, y: Tensor, geometry: Geometry) -> Tensor:
     n, groups = len(geometry.kernel), geometry.groups
     x_of_group, y_of_group = (channels_last(v).unflatten(2, (groups, -1)).movedim(2, 1) for v in (x, y))
     pixels = torch.matmul(x_of_group, y_of_group.conj().mT)
-    pixels = pixels.reshape(*pixels.shape[:2], x.shape[1], *x.shape[3:], y.shape[1], *y.shape[3:])
+    sums = pixels.reshape(*pixels.shape[:2], x.shape[1], *x.shape[3:], y.shape[1], *y.shape[3:])
     padding = [p for size in reversed(geometry.padding) for p in (size, size)]
-    pixels = F.pad(pixels, [*padding, 0, 0, *padding]) if any(padding) else pixels
-    every, sizes = slice(None), pixels.shape[-n:]
+    sums = F.pad(sums, [*padding, 0, 0, *padding]) if any(padding) else sums
+    for i in range(n):  # one dimension of the kernel after the other: the sum of its sizes, not their product
+        sums = _diagonal_sums(sums, (3 + i, 4 + n + i), geometry, i)
+    return sums.flatten(3 + n).flatten(2, 2 + n)
 
-    def at(k: tuple[int, ...]) -> Tensor:
-        starts = [e * i for e, i in zip(geometry.dilation, k, strict=True)]
-        ends = [
-            size - e * (kernel - 1) + start
-            for size, e, kernel, start in zip(sizes, geometry.dilation, geometry.kernel, starts, strict=True)
-        ]
-        places = tuple(map(slice, starts, ends, geometry.stride))
-        return pixels[(every, every, every, *places, every, *places)]
 
-    windows = total(map(at, product(*map(range, geometry.kernel))))
-    return windows.flatten(3 + n).flatten(2, 2 + n)
+def _diagonal_sums(pairs: Tensor, dims: tuple[int, int], geometry: Geometry, i: int) -> Tensor:
+    """sum over k of pairs[S s' + E k, S u' + E k] in two dimensions, with the settings of the kernel's dimension i."""
+    kernel, stride, dilation = geometry.kernel[i], geometry.stride[i], geometry.dilation[i]
+
+    def at(k: int) -> Tensor:
+        index = [slice(None)] * pairs.dim()
+        for d in dims:
+            index[d] = slice(dilation * k, pairs.shape[d] - dilation * (kernel - 1 - k), stride)
+        return pairs[tuple(index)]
+
+    return total(at(k) for k in range(kernel))
 
 
 def pad(x: Tensor, padding: tuple[int, ...]) -> Tensor:
