@@ -44,6 +44,8 @@ def composable(call: Callable[..., Any]) -> Callable[..., Any]:
             return _call_compiled(self, composed, params, x, y, options)
         if nested.is_nested(params):
             return _call_nested(self, composed, params, x, y, options)
+        if modes.has_tangent((_as_dict(params), x, y)):
+            return self._through_graph(params, x, y, options)
         if not modes.inside_transform():
             with modes.recording():
                 return call(self, *map(modes.recordable, (_as_dict(params), x, y)), **options)
@@ -226,14 +228,18 @@ class Composable:
             return known[-1]
 
     def _through_graph(self, params: Params, x: Any, y: Any, options: dict[str, Any]) -> Any:
-        """A call with tensors of a `torch.func` transform, which allows no autograd inside: through the flat graph."""
+        """A call with tensors of a `torch.func` transform or dual ones, with no autograd inside: through the flat graph."""
         name = type(self).__name__
         mask = options.get("mask")
         given = [k for k, v in options.items() if v is not None and k != "mask"]
         if given:
-            raise InputError(f"{name} takes no {', '.join(given)}= inside a torch.func transform")
+            raise InputError(
+                f"{name} takes no {', '.join(given)}= inside a torch.func transform or forward-mode AD"
+            )
         if modes.is_differentiated((params, x, y)) and not self._options.create_graph:
-            raise InputError(f"differentiating {name} with torch.func needs {name} with create_graph=True")
+            raise InputError(
+                f"differentiating {name} in forward mode or with torch.func takes {name} with create_graph=True"
+            )
         call = check_call(self._model, params, x, y)
         further = ()
         if mask is not None:

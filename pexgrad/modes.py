@@ -3,6 +3,7 @@
 - `torch.no_grad()`: gradients are what was asked for, so a call switches them on for itself.
 - `torch.inference_mode()`: autograd records nothing there, so a call leaves it, with copies of what was made in it.
 - `torch.func` transforms: their tensors are wrapped, once for each level; here they are told apart and unwrapped.
+- `torch.autograd.forward_ad`: autograd inside a call would lose the tangents, so such a call goes the same way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import trees
@@ -62,8 +64,16 @@ def is_wrapped(tree: Any) -> bool:
 
 
 def is_differentiated(tree: Any) -> bool:
-    """Whether `torch.func.grad` or a transform like it follows a tensor in `tree`, at any level."""
-    return any(_functorch.is_gradtrackingtensor(t) for leaf in trees.tensors(tree) for t in _levels(leaf))
+    """Whether `torch.func.grad`, a transform like it or forward-mode AD follows a tensor in `tree`, at any level."""
+    wrapped = any(_functorch.is_gradtrackingtensor(t) for leaf in trees.tensors(tree) for t in _levels(leaf))
+    return wrapped or has_tangent(tree)
+
+
+def has_tangent(tree: Any) -> bool:
+    """Whether a tensor in `tree` is a dual number of `torch.autograd.forward_ad`."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in trees.tensors(tree))
 
 
 def _levels(t: Tensor) -> Iterator[Tensor]:
@@ -73,7 +83,7 @@ def _levels(t: Tensor) -> Iterator[Tensor]:
 
 
 def one_of(t: Tensor) -> Tensor:
-    """The first of the values that a wrapped tensor stands for; call it with no transform running."""
+    """The first of the values that a wrapped or dual tensor stands for; call it with no transform running."""
     dims = [_functorch.maybe_get_bdim(level) for level in _levels(t) if _functorch.is_batchedtensor(level)]
     while _functorch.is_functorch_wrapped_tensor(t):
         t = _functorch.get_unwrapped(t)

@@ -12,6 +12,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from oracle import assert_rows_equal, rows_of
 from test_lower import TRANSFORMS, assert_same, mlp, named, small
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_map
 
 import pexgrad
@@ -225,6 +227,31 @@ def test_grad_and_jvp_of_rows():
     torch.testing.assert_close(tangent, sum((got[k] * p).sum() for k, p in detached.items()))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script`:FutureWarning"
+)  # torch's own, on the first dual number
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("of", ["params", "x"])
+def test_dual_numbers_of_forward_mode(name, of):
+    """Tangents are those of `torch.func.jvp`; they are never lost in silence."""
+    model, params, x, y = mlp()
+    params = {k: p.detach() for k, p in params.items()}
+    fn = TRANSFORMS[name](model, create_graph=True)
+    at = params if of == "params" else {"x": x}
+    along = {k: torch.randn_like(t) for k, t in at.items()}
+
+    def answer(at):
+        return fn(at, x, y) if of == "params" else fn(params, at["x"], y)
+
+    _, want = torch.func.jvp(answer, (at,), (along,))
+    with forward_ad.dual_level():
+        dual = answer({k: forward_ad.make_dual(t, along[k]) for k, t in at.items()})
+        got = [forward_ad.unpack_dual(t).tangent for t in pytree.tree_leaves(dual)]
+        assert_same(got, pytree.tree_leaves(want))
+        with pytest.raises(pexgrad.InputError, match="in forward mode or with torch"):
+            TRANSFORMS[name](model)(params, forward_ad.make_dual(x, x), y)
+
+
 def test_what_does_not_compose_says_so():
     model, params, x, y = mlp()
     stacked = ensemble_of(params)
@@ -233,7 +260,7 @@ def test_what_does_not_compose_says_so():
         return torch.func.vmap(lambda p: fn(p, x, y, **options))(stacked)
 
     fn = pexgrad.per_example_grad(model)
-    with pytest.raises(pexgrad.InputError, match="needs PerExampleGrad with create_graph=True"):
+    with pytest.raises(pexgrad.InputError, match="takes PerExampleGrad with create_graph=True"):
         torch.func.grad(lambda p: fn(p, x, y)["0.bias"].sum())(params)
     with pytest.raises(pexgrad.InputError, match="PerExampleGrad takes no out= inside"):
         over(fn, out=fn(params, x, y))
