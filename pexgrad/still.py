@@ -16,13 +16,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Still = Callable[..., Any]
 
-
-def _filled(level: float) -> Still:
-    return lambda x, *args, **kwargs: x.fill_(level)
-
-
-def _like(level: float) -> Still:
-    return lambda x, *args, **kwargs: torch.full_like(x, level)
+# what a tensor is filled with, from the distribution's settings; `exponential_(x)`, in place, and `exponential(x)` alike
+_LEVELS: dict[str, Callable[..., float]] = {
+    "bernoulli": lambda *_: 1.0,
+    "uniform": lambda low=0.0, high=1.0: (low + high) / 2,
+    "normal": lambda mean=0.0, std=1.0: mean + 0.5 * std,
+    "exponential": lambda *_: 1.0,
+    "log_normal": lambda *_: 1.0,
+    "cauchy": lambda *_: 0.5,
+    "geometric": lambda *_: 1.0,
+    "random": lambda *_: 0.0,
+    "rand_like": lambda: 0.5,
+    "randn_like": lambda: 0.5,
+    "randint_like": lambda *_: 0.0,
+}
 
 
 def _sized(level: float) -> Still:
@@ -40,11 +47,21 @@ def _multinomial(p: Tensor, n: int, *args: Any, **kwargs: Any) -> Tensor:
     return p.topk(n, -1).indices
 
 
-def _rrelu(
-    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *args: Any, **kwargs: Any
-) -> Tensor:
-    noise.copy_(torch.where(x > 0, 1, (lower + upper) / 2))  # read again by the backward
-    return x * noise
+def _slopes(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> Tensor:
+    return torch.where(x > 0, 1, (lower + upper) / 2).to(x.dtype)
+
+
+def _rrelu(x: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return x * noise.copy_(_slopes(x, *args[:2]))  # read again by the backward
+
+
+def _rrelu_in_place(x: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return x.mul_(noise.copy_(_slopes(x, *args[:2])))
+
+
+def _rrelu_functional(x: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    slopes = _slopes(x, *args[:2])
+    return x * slopes, slopes
 
 
 def _randint(
@@ -53,24 +70,16 @@ def _randint(
     return torch.full(size, low, dtype=dtype or torch.long, device=device)
 
 
-def _normal(mean: Any, std: Any, *args: Any, **kwargs: Any) -> Tensor:
-    return torch.as_tensor(mean + 0.5 * std)
+def _normal(
+    mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, dtype: Any = None, device: Any = None, **kwargs: Any
+) -> Tensor:
+    level = mean + 0.5 * std
+    return level if isinstance(level, Tensor) else torch.full(size, level, dtype=dtype, device=device)
 
 
 _STILL: dict[str, Still] = {
-    "bernoulli_": _filled(1.0),
-    "uniform_": lambda x, low=0.0, high=1.0, **kwargs: x.fill_((low + high) / 2),
-    "normal_": lambda x, mean=0.0, std=1.0, **kwargs: x.fill_(mean + 0.5 * std),
-    "exponential_": _filled(1.0),
-    "log_normal_": _filled(1.0),
-    "cauchy_": _filled(0.5),
-    "geometric_": _filled(1.0),
-    "random_": _filled(0.0),
-    "bernoulli": _like(1.0),
-    "rand_like": _like(0.5),
-    "randn_like": _like(0.5),
-    "randint_like": _like(0.0),
-    "poisson": lambda x, *args, **kwargs: x.round(),
+    "poisson": lambda x: x.round(),
+    "_standard_gamma": lambda x: x.clone(),
     "rand": _sized(0.5),
     "randn": _sized(0.5),
     "randperm": lambda n, *args, **kwargs: torch.arange(
@@ -81,6 +90,8 @@ _STILL: dict[str, Still] = {
     "multinomial": _multinomial,
     "native_dropout": _native_dropout,
     "rrelu_with_noise": _rrelu,
+    "rrelu_with_noise_": _rrelu_in_place,
+    "rrelu_with_noise_functional": _rrelu_functional,
 }
 
 
@@ -89,14 +100,33 @@ class StandStill(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
         name = func._schema.name.split("::")[-1]
+        if torch.Tag.nondeterministic_seeded not in func.tags and name not in _STILL:
+            return func(*args, **kwargs)
         if name == "randint" and func._overloadname != "low":
             args = (0, *args)
         if name in _STILL:
-            return _STILL[name](*args, **{k: v for k, v in kwargs.items() if k != "generator"})
+            return _STILL[name](
+                *_without_generators(args), **{k: v for k, v in kwargs.items() if k != "generator"}
+            )
+        if name.removesuffix("_").removesuffix("_functional") in _LEVELS:
+            return _level(name, *_without_generators(args), **kwargs)
         return func(*_without_chance(func, args), **kwargs)
+
+
+def _level(name: str, x: Tensor, *settings: Any, **options: Any) -> Tensor:
+    """`x`, or another one like it, filled with the level of a distribution."""
+    named = [
+        options[k] for k in ("from", "to", "mean", "std") if k in options
+    ]  # always in the order of the schema
+    level = _LEVELS[name.removesuffix("_").removesuffix("_functional")](*settings, *named)
+    if name.endswith("_"):
+        return x.fill_(level)
+    return torch.full_like(x, level, **{k: v for k, v in options.items() if k in ("dtype", "device")})
+
+
+def _without_generators(args: tuple[Any, ...]) -> list[Any]:
+    return [a for a in args if a is not None and not isinstance(a, torch.Generator)]
 
 
 def _without_chance(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -218,6 +218,47 @@ def test_vmap_over_parameters_and_over_data():
     assert_same(torch.func.vmap(graph)(stacked, xs, ys), want)
 
 
+RANDOM = {
+    "dropout": lambda h: F.dropout(h),
+    "alpha_dropout": lambda h: F.alpha_dropout(h, training=True),
+    "rrelu": lambda h: F.rrelu(h, training=True),
+    "rrelu_in_place": lambda h: F.rrelu(h * 1, training=True, inplace=True),
+    "gumbel_softmax": lambda h: F.gumbel_softmax(h),
+    "bernoulli_": lambda h: h * torch.empty_like(h).bernoulli_(0.5),
+    "uniform_": lambda h: h * torch.empty_like(h).uniform_(-1, 2),
+    "normal_": lambda h: h * torch.empty_like(h).normal_(1, 3),
+    "exponential_": lambda h: h * torch.empty_like(h).exponential_(2),
+    "log_normal_": lambda h: h * torch.empty_like(h).log_normal_(),
+    "cauchy_": lambda h: h * torch.empty_like(h).cauchy_(),
+    "geometric_": lambda h: h * torch.empty_like(h).geometric_(0.5),
+    "random_": lambda h: h * torch.empty_like(h).random_(5),
+    "rand_like": lambda h: h * torch.rand_like(h),
+    "randn": lambda h: h * torch.randn(h.shape),
+    "normal_of_tensors": lambda h: h * torch.normal(h.detach(), 1.0),
+    "normal_of_numbers": lambda h: h * torch.normal(1.0, 2.0, h.shape[1:]),
+    "multinomial": lambda h: h * torch.multinomial(h.softmax(-1), 2)[:, :1],
+    "poisson": lambda h: h * torch.poisson(h.detach().abs()),
+    "gamma": lambda h: torch._standard_gamma(h.exp()),
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_random_models(kind):
+    """The same numbers from the same seed; the function's first call and lowering leave the generator alone."""
+    first, second = nn.Linear(4, 6), nn.Linear(6, 3)
+    model = nn.ModuleList([first, second])
+    model.forward = lambda x: second(RANDOM[kind](first(x)))
+    params, x, y = named(model), torch.randn(4, 4), torch.tensor([0, 2, 1, 1])
+    fn = pexgrad.per_example_grad(model)
+    torch.manual_seed(1)
+    want = fn(params, x, y)
+    torch.manual_seed(1)
+    assert_same(fn(params, x, y), want, tol=1e-15)
+    torch.manual_seed(1)
+    graph = fn.lower(params, x, y)
+    assert_same(graph(params, x, y), want)
+
+
 def test_pickled_and_copied():
     model, params, x, y = mlp()
     fn = pexgrad.per_example_grad(model)
