@@ -99,6 +99,12 @@ class Call:
                 "true for the examples that count"
             )
 
+    def bytes_of_rows(self) -> int:
+        """What the rows of this call take."""
+        return self.batch * sum(
+            self.params[k].numel() * self.params[k].element_size() for k in self.trainable
+        )
+
     def chosen(self, mask: Tensor) -> Call:
         """The same call on the examples that a mask (B,) of booleans counts."""
         self.check_mask(mask)

@@ -28,6 +28,7 @@ from .lower import Lowered, flat_values, lower
 from .lowered_module import with_arguments
 from .pipeline import Pipeline, without_autocast
 from .rebind import Bound
+from .repeats import Repeats
 from .stacked import Stacked, is_random, run_stacked
 from .stacking import rule_for
 
@@ -85,10 +86,6 @@ def _counted(tree: Any, call: Call, mask: Tensor) -> Any:
     return trees.map_tensors(lambda t: t[index], tree) if call.batch else tree
 
 
-def _bytes_of_rows(call: Call) -> int:
-    return call.batch * sum(call.params[k].numel() * call.params[k].element_size() for k in call.trainable)
-
-
 def _as_dict(params: Any) -> Any:
     return dict(params) if isinstance(params, Mapping) else params
 
@@ -130,6 +127,7 @@ class Composable:
         self._pipelines: dict[Any, list[Pipeline]] = {}
         self._kept_alive: list[list[Any]] = []  # what the keys of _pipelines identify
         self._lowered: dict[tuple[Pipeline, int], list[Lowered]] = {}
+        self._repeats = Repeats()
         self._by_structure: dict[nested.Structure, Self] = {}
         self._lock = TRACING
         self._handle = compiled.handle(self)
@@ -269,7 +267,7 @@ class Composable:
             one = (trees.map_tensors(lambda t: t[0], tree) if stacked_data else tree for tree in (x, y))
             call = check_call(self._model, {k: p[0] for k, p in params.items()}, *one)
             if most is not None and (
-                self._options != Options(verify=self._options.verify) or _bytes_of_rows(call) > most
+                self._options != Options(verify=self._options.verify) or call.bytes_of_rows() > most
             ):
                 return None
             try:
@@ -319,7 +317,7 @@ class Composable:
         return other
 
 
-_TRACED = ("_pipelines", "_kept_alive", "_lowered", "_by_structure", "_lock", "_handle")
+_TRACED = ("_pipelines", "_kept_alive", "_lowered", "_repeats", "_by_structure", "_lock", "_handle")
 
 
 class _WithoutTensors(pickle.Pickler):

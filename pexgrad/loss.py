@@ -91,13 +91,12 @@ def _classes(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Te
     how, rest = reduction
     if y.shape[:1] != output.shape[:1]:
         return None
-    each = function(output, y, reduction="none", **rest).reshape(output.shape[0], -1)  # (b, positions)
+    each = function(output, y, reduction="none", **rest)
+    if how == "mean" and each.shape == y.shape == output.shape[:1] and rest.get("weight") is None:
+        return each.masked_fill(y == rest.get("ignore_index", -100), float("nan"))  # the mean of none
+    each = each.reshape(output.shape[0], -1)  # (b, positions)
     if how != "mean":
         return each.sum(1)
-    if (
-        each.shape[1] == 1 and y.dim() == 1 and rest.get("weight") is None
-    ):  # the mean of one is itself, of none is nan
-        return each[:, 0].masked_fill(y == rest.get("ignore_index", -100), float("nan"))
     if y.is_floating_point():  # class probabilities: a plain mean over positions
         return each.mean(1)
     return each.sum(1) / _class_weights(y, output, rest).sum(1)

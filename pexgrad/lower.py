@@ -78,7 +78,7 @@ class Lowered:
 
     def run(self, values: Sequence[Tensor]) -> Any:
         """The result for these values."""
-        return pytree.tree_unflatten(self.module(*values), self.spec)
+        return pytree.tree_unflatten(self.module.forward(*values), self.spec)
 
 
 def lower(
@@ -231,6 +231,12 @@ def _padded(shape: Sequence[Any], padding: Sequence[int]) -> list[Any]:
 def _batchwise(options: Options) -> Options:
     """The options with a convolution rule that works on the whole batch at once."""
     return replace(options, conv_rule="unfold") if options.conv_rule in ("auto", "loop") else options
+
+
+def computes_otherwise(pipeline: Pipeline) -> bool:
+    """Whether the flat graph takes other ways than the call: attention by its parts, convolutions by one algorithm."""
+    chosen = any(use.rule and "conv_rule" in use.rule.statics for site in pipeline.sites for use in site.uses)
+    return chosen or any("attention" in str(n.target) for n in pipeline.trace.graph.nodes)
 
 
 def _unflat(

@@ -189,7 +189,10 @@ class PerExampleGrad(Transform):
     def __call__(
         self, params: Params, x: Any, y: Any = None, *, out: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        return self._value_and_grad(params, x, y, out)[1]
+        call = self._check(params, x, y)
+        if out is not None:
+            return self._value_and_grad(call, out)[1]
+        return self._repeats.answer(self, call, lambda: self._value_and_grad(call)[1])
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.rows()
@@ -203,9 +206,8 @@ class PerExampleGrad(Transform):
         return [p.new_empty((batch, *p.shape), device=device) for p in entries]
 
     def _value_and_grad(
-        self, params: Params, x: Any, y: Any, out: Mapping[str, Tensor] | None
+        self, call: Call, out: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        call = self._check(params, x, y)
         buffers = None if out is None else check_out(out, call, self._options.create_graph)
         losses, rows = [], []
         for s, jacobian in self._chunks(call):
@@ -225,7 +227,10 @@ class PerExampleValueAndGrad(PerExampleGrad):
     def __call__(  # type: ignore[override]
         self, params: Params, x: Any, y: Any = None, *, out: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._value_and_grad(params, x, y, out)
+        call = self._check(params, x, y)
+        if out is not None:
+            return self._value_and_grad(call, out)
+        return self._repeats.answer(self, call, lambda: self._value_and_grad(call))
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.losses, jacobian.rows()
@@ -247,6 +252,9 @@ class PerExampleGradNorm(Transform):
     @composable
     def __call__(self, params: Params, x: Any, y: Any = None) -> Any:
         call = self._check(params, x, y)
+        return self._repeats.answer(self, call, lambda: self._norms(call))
+
+    def _norms(self, call: Call) -> Any:
         norms = [jacobian.norms(self._per_param) for _, jacobian in self._chunks(call)]
         if self._per_param:
             none = call.no_numbers()

@@ -1,0 +1,174 @@
+"""Small calls that are made again and again, which one flat graph answers: the same bits, and everything still noticed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from models import each, pick
+from oracle import assert_rows_equal, rows_of
+from test_lower import TRANSFORMS, mlp, named
+from torch.utils._pytree import tree_leaves
+
+import pexgrad
+from pexgrad import repeats
+from pexgrad.lower import Lowered
+
+pytestmark = pytest.mark.usefixtures("double")
+
+ANSWERED = [name for name in TRANSFORMS if name != "clipped"]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """The third call is the first that a graph may answer, however long it takes."""
+    monkeypatch.setattr(repeats, "OFTEN", 1)
+    monkeypatch.setattr(repeats, "_seconds", lambda *_: 0.0)
+
+
+def graphs(fn):
+    return [g for g in fn._repeats._known.values() if isinstance(g, Lowered)]
+
+
+def same_bits(a, b):
+    return all(map(torch.equal, tree_leaves(a), tree_leaves(b)))
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_the_same_bits(name):
+    model, params, x, y = mlp()
+    fn = TRANSFORMS[name](model)
+    answers = [fn(params, x, y) for _ in range(4)]
+    assert len(graphs(fn)) == 1
+    assert all(same_bits(a, answers[0]) for a in answers)
+    assert not any(t.requires_grad for t in tree_leaves(answers[3]))
+
+
+def test_without_autograd(monkeypatch):
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    for _ in range(2):
+        want = fn(params, x, y)
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    assert same_bits(fn(params, x, y), want)
+
+
+def test_new_values_and_batches():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    for b in (4, 2, 4, 3):
+        for scale in (1.0, 2.0, 3.0):
+            with torch.no_grad():
+                model[0].weight.mul_(scale)
+            assert_rows_equal(
+                fn(params, scale * x[:b], y[:b]), rows_of(model, F.cross_entropy, scale * x[:b], y[:b])
+            )
+    assert len(graphs(fn)) == 3
+
+
+def test_what_changes_on_the_model_is_noticed():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 3)).eval()
+    params, x, y = named(model), torch.randn(4, 4), torch.tensor([0, 2, 1, 1])
+    fn = pexgrad.per_example_grad(model)
+    for _ in range(3):
+        fn(params, x, y)
+    assert graphs(fn)
+    model[2].running_mean.add_(1.0)
+    assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+    model[2].eps = 0.1
+    assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+    params["0.bias"].requires_grad_(False)
+    assert "0.bias" not in fn(params, x, y)
+    model[1].train()
+    torch.manual_seed(0)
+    one = fn(params, x, y)
+    torch.manual_seed(1)
+    assert not same_bits(fn(params, x, y), one)
+
+
+@each(pick("layer_norm tied_embedding_and_head weight_norm relu_and_residual_in_place frozen_backbone"))
+def test_other_models(case):
+    model, x, y, loss = case.build()
+    fn = pexgrad.per_example_grad(model, loss)
+    for _ in range(4):
+        assert_rows_equal(fn(named(model), x, y), rows_of(model, loss, x, y))
+
+
+def test_random_numbers_are_drawn_as_before():
+    model, _, x, y = mlp()
+    model = nn.Sequential(*model, nn.Dropout(0.5))
+    fn, fresh = pexgrad.per_example_grad(model), pexgrad.per_example_grad(model)
+    torch.manual_seed(0)
+    answers = [fn(named(model), x, y) for _ in range(4)]
+    torch.manual_seed(0)
+    for a in answers:
+        assert same_bits(fresh(named(model), x, y), a)
+    assert not graphs(fn)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"create_graph": True}, {"chunk_size": 2}, {"strategy": "multi"}, {"strategy": "naive"}],
+    ids=str,
+)
+def test_what_has_no_graph(options):
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model, **options)
+    for _ in range(3):
+        assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+    assert not graphs(fn)
+
+
+def test_convolutions_keep_their_choice_of_algorithm():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    x, y = torch.randn(4, 1, 4, 4), torch.tensor([0, 2, 1, 1])
+    fn = pexgrad.per_example_grad(model)
+    for _ in range(3):
+        fn(named(model), x, y)
+    assert not graphs(fn)
+
+
+def test_large_calls_and_slower_graphs_are_left(monkeypatch):
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    monkeypatch.setattr(repeats, "_seconds", lambda *_: float("inf"))
+    for _ in range(3):
+        fn(params, x, y)
+    assert not graphs(fn)
+    monkeypatch.undo()
+    monkeypatch.setattr(repeats, "OFTEN", 1)
+    monkeypatch.setattr(repeats, "SMALL", 8 * 4 * sum(p.numel() for p in params.values()) - 1)
+    fn = pexgrad.per_example_grad(model)
+    for _ in range(3):
+        fn(params, x, y)
+    assert not fn._repeats._known
+
+
+def test_what_fails_in_a_graph_is_answered_without_one(monkeypatch):
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    want = fn(params, x, y)
+    monkeypatch.setattr(type(fn), "_graph", None)
+    assert all(same_bits(fn(params, x, y), want) for _ in range(3))
+    assert not graphs(fn)
+
+
+def test_a_mask_and_a_buffer_for_rows():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    for _ in range(3):
+        want = fn(params, x, y)
+    buffers = {k: torch.full_like(r, float("nan")) for k, r in want.items()}
+    got = fn(params, x, y, out=buffers)
+    assert same_bits(got, want) and all(got[k].data_ptr() == b.data_ptr() for k, b in buffers.items())
+
+
+def test_bad_targets_raise_what_they_raise():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    for _ in range(3):
+        want = fn(params, x, y)
+    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+        fn(params, x, y + 7)
+    assert same_bits(fn(params, x, y), want)
