@@ -45,7 +45,7 @@ def per_example_grad(
         (`model(*x)`) or a dict (`model(**x)`) with the batch on dimension 0 of every tensor, `y` a tree of such tensors or
         None; `params` maps names to tensors, of which those with `requires_grad` in the model are differentiated;
         names left out keep the model's own values. `out`, the rows of an earlier call with B examples or more, is
-        written into instead of fresh memory.
+        written into instead of fresh memory. Results lie in memory of their own and may be changed in place.
 
     Raises:
         PexgradError: where the arguments do not fit, the examples mix, or the model cannot be traced.

@@ -82,7 +82,8 @@ class Jacobian:
             for k, p in self.leaves.items():
                 if k not in found:
                     found[k] = p.new_zeros(self.batch, *p.shape) if out is None else out[k].zero_()
-            return {k: found[k] for k in self.leaves}
+            found = {k: found[k] for k in self.leaves}
+            return apart(found) if out is None else found
 
     def norms(self, per_param: bool = False) -> Tensor | dict[str, Tensor]:
         """(B,): |J[b]| over all parameters together; with `per_param`, name -> (B,)."""
@@ -92,7 +93,7 @@ class Jacobian:
                 sq |= c.sq_norms()
             if per_param:
                 zero = self.losses.new_zeros(self.batch)
-                return {k: _sqrt(sq[k], self.create_graph) if k in sq else zero for k in self.leaves}
+                return apart({k: _sqrt(sq[k], self.create_graph) if k in sq else zero for k in self.leaves})
             if not sq:
                 return self.losses.new_zeros(self.batch)
             return _sqrt(torch.stack(_one_dtype(list(sq.values()))).sum(0), self.create_graph)
@@ -110,7 +111,7 @@ class Jacobian:
             found: dict[str, Tensor] = {}
             for c in self._components:
                 found |= c.vjp(by_name)
-            return {k: found[k] if k in found else torch.zeros_like(p) for k, p in self.leaves.items()}
+            return apart({k: found[k] if k in found else torch.zeros_like(p) for k, p in self.leaves.items()})
 
     def jvp(self, v: Mapping[str, Tensor]) -> Tensor:
         """(B,): <J[b], v> for a direction `v` with the parameters' names and shapes."""
@@ -177,6 +178,20 @@ class Transposed:
 
     def __matmul__(self, weights: Tensor) -> dict[str, Tensor]:
         return self.jacobian.vjp(weights)
+
+
+def apart(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each in memory of its own: to change one in place changes no other, and no element of it twice.
+
+    Two biases added one after the other have one cotangent, which is the rows of both; that of a sum is one number, expanded.
+    """
+    seen: set[int] = set()
+    for k, t in results.items():
+        memory = t.untyped_storage()._cdata
+        if memory in seen or any(isinstance(s, int) and s == 0 for s in t.stride()):
+            results[k] = t.clone(memory_format=torch.contiguous_format)
+        seen.add(memory)
+    return results
 
 
 def _row_bytes(term: Term) -> int:

@@ -76,6 +76,17 @@ def test_every_strategy_and_chunks(case, chunk_size, strategy):
 
 
 @STRATEGIES
+def test_sums_lie_in_memory_of_their_own(strategy):
+    """Noise added to one in place would be in another's too."""
+    params = {k: torch.randn(3) for k in "abcd"}
+    fn = pexgrad.clipped_grad(lambda p, x: (x + p["a"] + p["b"]) * p["c"], max_norm=1.0, strategy=strategy)
+    out = fn(params, torch.randn(5, 3), torch.arange(5) % 3)
+    lie = {t.untyped_storage().data_ptr() for t in (*out.grads.values(), out.norms, out.losses)}
+    assert len(lie) == 6
+    assert all(g.is_contiguous() for g in out.grads.values())
+
+
+@STRATEGIES
 def test_an_empty_batch_sums_to_zero(strategy):
     model = torch.nn.Linear(4, 5)
     out = pexgrad.clipped_grad(model, max_norm=1.0, strategy=strategy)(

@@ -85,6 +85,18 @@ def test_a_call_changes_nothing(case):
 
 
 @each(select())
+def test_results_lie_in_memory_of_their_own(case):
+    """So that changing one in place changes no other, nor an input or a parameter."""
+    a = answer(case)
+    given = {t.untyped_storage().data_ptr() for t in (*tensors((a.x, a.y)), *a.model.parameters())}
+    results = [t for t in (a.losses, *a.rows.values()) if t.numel()]
+    lie = [t.untyped_storage().data_ptr() for t in results]
+    assert len(set(lie)) == len(lie) and given.isdisjoint(lie)
+    for t in results:
+        t.detach().mul_(1)  # which torch refuses where elements overlap
+
+
+@each(select())
 def test_a_second_call_gives_the_same_bits(case):
     a = answer(case)
     losses, again = a.fn(a.params, copied(a.x), copied(a.y))
