@@ -31,9 +31,13 @@ class Broadcast(Factor):
         return replace(self, g=self.g.narrow(0, start, length), r=r)
 
     def rows(self, out: Tensor | None = None) -> Tensor:
+        return into(out, self.summed().reshape(self.batch, *self.shape).to(self.dtype))
+
+    def summed(self, dtype: torch.dtype | None = None) -> Tensor:
+        """(b, f): the sum over positions, in another dtype where one is given."""
         product = self.g if self.r is None else self.g * self.r
-        summed = product[:, 0] if product.shape[1] == 1 else product.sum(1)
-        return into(out, summed.reshape(self.batch, *self.shape).to(self.dtype))
+        summed = product[:, 0] if product.shape[1] == 1 else product.sum(1, dtype=dtype)
+        return summed if dtype is None else summed.to(dtype)
 
     def algorithm(self) -> str:
         return "sum over positions"
