@@ -115,9 +115,11 @@ def prepare(name: str, problem: Problem, work: str, options: Options) -> tuple[R
     try:
         call = CONTENDERS[name](problem, work)
         error = check("sum" if name == "plain" else work, call(), problem.reference, options.tolerance)
+        seconds = timing.clock(options.device)
+        timing.warm_up(call, seconds)
         held = getattr(call, "held_bytes", 0)
         used = None if unseen(name, options.device) else memory.peak(call, options.device)
-        runner = timing.Runner(name, call, timing.clock(options.device))
+        runner = timing.Runner(name, call, seconds)
     except Exception as failure:  # noqa: BLE001 - whatever a contender dies of is its result
         clean(options.device)
         return {"why": reason(failure)}, None

@@ -11,6 +11,7 @@ import torch
 
 Call = Callable[[], object]
 
+WARM_UP_S = 1.0
 SHORTEST_SAMPLE_S = 0.02
 FEWEST_SAMPLES = 3
 
@@ -36,6 +37,13 @@ def cuda_seconds(call: Call, number: int = 1) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3 / number
+
+
+def warm_up(call: Call, seconds: Callable[[Call, int], float]) -> None:
+    """Calls for a second, at least one: what compiles, chooses or remembers has done so before it is timed."""
+    spent = 0.0
+    while spent < WARM_UP_S:
+        spent += seconds(call, 1)
 
 
 class Runner:
