@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from . import trees
 from .errors import InputError
 from .factors.conv import check_conv_rule
-from .rebind import Bound, Snapshot, snapshot
+from .rebind import Bound
+from .snapshot import Snapshot, snapshot
 from .strategies import STRATEGIES
 
 Params = Mapping[str, Tensor]

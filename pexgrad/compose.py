@@ -29,6 +29,7 @@ from .lowered_module import with_arguments
 from .pipeline import Pipeline, without_autocast
 from .rebind import Bound
 from .repeats import Repeats
+from .snapshot import Snapshot
 from .stacked import Stacked, is_random, run_stacked
 from .stacking import rule_for
 
@@ -127,6 +128,7 @@ class Composable:
         self._pipelines: dict[Any, list[Pipeline]] = {}
         self._kept_alive: list[list[Any]] = []  # what the keys of _pipelines identify
         self._lowered: dict[tuple[Pipeline, int], list[Lowered]] = {}
+        self._loss_read: Snapshot | None = None  # what the loss read when these were recorded
         self._repeats = Repeats()
         self._by_structure: dict[nested.Structure, Self] = {}
         self._lock = TRACING
@@ -217,6 +219,10 @@ class Composable:
             )
         with self._lock:
             pipeline = self._pipeline(call)
+            reads = self._loss.reads()
+            if not reads.same(self._loss_read):
+                self._lowered.clear()  # graphs have the loss written into them
+                self._loss_read = reads
             known = self._lowered.setdefault((pipeline, len(further)), [])
             for lowered in known:
                 if lowered.serves(call.batch):
@@ -317,7 +323,16 @@ class Composable:
         return other
 
 
-_TRACED = ("_pipelines", "_kept_alive", "_lowered", "_repeats", "_by_structure", "_lock", "_handle")
+_TRACED = (
+    "_pipelines",
+    "_kept_alive",
+    "_lowered",
+    "_loss_read",
+    "_repeats",
+    "_by_structure",
+    "_lock",
+    "_handle",
+)
 
 
 class _WithoutTensors(pickle.Pickler):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from . import trees
 from .compare import largest_error
 from .errors import LossError, MixedExamplesError
+from .snapshot import Snapshot, snapshot
 
 Loss = Callable[[Any, Any], Tensor]
 Slices = Callable[[int], Any]  # b -> the output of example b as a batch of one
@@ -42,26 +43,43 @@ _CLASSES = {F.cross_entropy: nn.CrossEntropyLoss, F.nll_loss: nn.NLLLoss}
 
 
 def vectorised(loss: Loss) -> PerExample | None:
-    """The per-example form of a loss of torch given directly, or of a partial of one; None for any other."""
-    function, settings = _unwrap(loss)
-    if function in _ELEMENTWISE:
-        return functools.partial(_elementwise, function, settings)
-    if function in _CLASSES:
-        return functools.partial(_classes, function, settings)
-    return None
+    """The per-example form of a loss of torch given directly, or of a partial of one; None for any other.
+
+    Its settings are read at each call.
+    """
+    function = loss.func if isinstance(loss, functools.partial) and not loss.args else _function_of(loss)
+    form = _elementwise if function in _ELEMENTWISE else _classes if function in _CLASSES else None
+    return None if form is None else functools.partial(_at_settings, form, function, loss)
 
 
-def _unwrap(loss: Loss) -> tuple[Any, dict[str, Any]]:
-    if isinstance(loss, functools.partial) and not loss.args:
-        return loss.func, dict(loss.keywords)
-    for function, module_type in (_ELEMENTWISE | _CLASSES).items():
-        if type(loss) is module_type:
-            names = inspect.signature(function).parameters
-            settings = {
-                k: getattr(loss, k) for k in names if hasattr(loss, k) and k not in ("input", "target")
-            }
-            return function, settings
-    return loss, {}
+def _at_settings(form: Any, function: Any, loss: Loss, output: Any, y: Any) -> Tensor | None:
+    settings = _settings(loss)
+    return None if settings is None else form(function, settings, output, y)
+
+
+def _function_of(loss: Loss) -> Any:
+    """The function behind a loss module of torch's."""
+    return _FUNCTIONS.get(type(loss), loss)
+
+
+_FUNCTIONS = {module_type: function for function, module_type in (_ELEMENTWISE | _CLASSES).items()}
+
+
+def _settings(loss: Loss) -> dict[str, Any] | None:
+    """What a loss of torch's is called with beside output and target; None where it does more than its function."""
+    if isinstance(loss, functools.partial):
+        return dict(loss.keywords)
+    if not isinstance(loss, nn.Module):
+        return {}
+    if "forward" in vars(loss) or loss._forward_hooks or loss._forward_pre_hooks:
+        return None
+    return {k: getattr(loss, k) for k in _names_of_settings(type(loss))}
+
+
+@functools.cache
+def _names_of_settings(module_type: type[nn.Module]) -> list[str]:
+    given, held = inspect.signature(_FUNCTIONS[module_type]).parameters, module_type()
+    return [k for k in given if hasattr(held, k) and k not in ("input", "target")]
 
 
 def _reduction(settings: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -118,6 +136,10 @@ class ExampleLosses:
     def __init__(self, loss: Loss):
         self.loss = loss
         self.vectorised = vectorised(loss)
+
+    def reads(self) -> Snapshot:
+        """What the loss holds and its code reads now, which a recorded graph has written into it."""
+        return snapshot(self.loss)
 
     def takes_batches(self, output: Any, slices: Slices, y: Any, batch: int) -> bool:
         """Whether the loss of a whole batch gives one value per example; decided on a batch of at least two."""

@@ -23,10 +23,11 @@ from .loss import ExampleLosses
 from .plan import Use, nodes_needed, plan_site
 from .probe import Layouts, first_layouts, probe
 from .pullback import Window, find_window
-from .rebind import Bound, Place
+from .rebind import Bound
 from .rewrite import Output, rewrite
 from .sample import Sample, compared, draw, is_alike
 from .sites import Operand, Site, find_sites
+from .snapshot import Held, Place
 from .still import StandStill
 from .tap import Program, Slots, tap
 from .trace import Trace, trace
@@ -78,7 +79,7 @@ class Pipeline:
     loss: ExampleLosses
     loss_takes_batches: bool
     alike: tuple[int, ...]  # of the compared tensors, those that the examples could not tell apart so far
-    held: dict[Place, Tensor]  # tensors in the module's attributes that are constants of the graph
+    held: dict[Place, Held]  # tensors beside parameters and buffers that the trace is made of
 
     def serves(self, call: Call) -> bool:
         """Whether what was found out about the model holds for this call too."""
@@ -148,7 +149,7 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Samp
     """Trace, rewrite, find the sites, tap, and probe on a few examples, which are returned too."""
     trainable = set(call.trainable)
     traced = _trace_serving(model, call)
-    held = call.module.places(traced.constants())
+    held = call.module.contents() if traced.reads_numbers else call.module.places(traced.constants())
     kinds = rewrite(traced, call.params, trainable)
     sites = find_sites(traced, trainable)
     uses = [plan_site(s, traced.batch) for s in sites]

@@ -81,6 +81,7 @@ class Reader:
     def __init__(self, values: Values, batch: sympy.Symbol):
         self.values, self.batch = values, batch
         self.given: dict[tuple[sympy.Basic, type[Answer]], tuple[Reading, Answer]] = {}
+        self.was_asked = False  # for any number, constants' included
         self.fixed_at = ""  # the last line that asked for the batch size itself, or compared it with a number
 
     def answer(self, asked: sympy.Basic, kind: type[Answer]) -> Answer | None:

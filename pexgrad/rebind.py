@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,130 +146,6 @@ def _substituted(forward: Callable[..., Any], replacements: dict[int, Tensor]) -
             return forward(*args, **kwargs)
 
     return run
-
-
-Place = tuple[
-    int, Any
-]  # how many references were found before a tensor's holder, and the attribute, key or index in it
-
-
-class Snapshot(NamedTuple):
-    """What a module holds at one moment, from one walk through it."""
-
-    parameters: dict[str, Tensor]  # by the names of named_parameters(); a tied one once
-    buffers: dict[str, Tensor]
-    # everything else that a trace depends on: submodules, flags, settings, hooks. They are compared by identity, so
-    # whoever keeps a fingerprint keeps these too: an object that is alive shares its identity with no other.
-    references: list[Any]
-    loose: dict[Place, Tensor]  # tensors in attributes and containers
-
-    def fingerprint(self) -> tuple[int, ...]:
-        """The identities of the references."""
-        return tuple(map(id, self.references))
-
-    def places(self, tensors: Iterable[Tensor]) -> dict[Place, Tensor]:
-        """Those of the loose tensors that are among these."""
-        wanted = set(map(id, tensors))
-        return {place: t for place, t in self.loose.items() if id(t) in wanted}
-
-    def holds(self, places: Mapping[Place, Tensor]) -> bool:
-        """Whether each of the tensors is still in its place."""
-        return all(self.loose.get(place) is t for place, t in places.items())
-
-
-# attributes that every module has: what is in them is walked through by itself
-_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# what nothing can be changed inside of, or nothing that is looked for
-_ATOMS = frozenset({
-    int, float, complex, bool, str, bytes, type(None), type, FunctionType, BuiltinFunctionType, MethodType,
-    torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout,
-})  # fmt: skip
-
-
-_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
-_END = object()
-
-
-def snapshot(model: nn.Module | Callable[..., Any]) -> Snapshot:
-    """Walk through a module once; a function holds nothing but itself."""
-    found = Snapshot({}, {}, [], {})
-    if isinstance(model, nn.Module):
-        _walk(model, "", found, set())
-    else:
-        found.references.append(model)
-    return found
-
-
-def _walk(m: nn.Module, prefix: str, found: Snapshot, seen: set[int]) -> None:
-    if id(m) in seen:
-        return
-    seen.add(id(m))
-    for own, into in ((m._parameters, found.parameters), (m._buffers, found.buffers)):
-        for name, t in own.items():
-            if t is not None and id(t) not in seen:
-                seen.add(id(t))
-                into[prefix + name] = t
-    found.references.append(m)
-    held = vars(m)
-    _note([(k, v) for k, v in held.items() if k not in _MACHINERY], found, seen)
-    for hooks in _HOOKS:
-        if held.get(hooks):
-            found.references.extend(held[hooks].values())
-    for name, child in m._modules.items():
-        if child is not None:
-            _walk(child, f"{prefix}{name}.", found, seen)
-
-
-def _note(items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int]) -> None:
-    """Note what is held, and what containers and settings among it hold in turn.
-
-    A container is what is in it: `torch.func.functional_call` gives a recurrent layer new lists of the same weights.
-    """
-    here = len(found.references)
-    for key, value in items:
-        kind = type(value)
-        if kind is weakref.ReferenceType:
-            value, kind = value(), type(value())
-        if kind in _ATOMS:
-            found.references.append(value)
-        elif isinstance(value, Tensor):
-            found.loose[here, key] = value
-        elif id(value) in seen or (inside := _inside(value)) is None:
-            found.references.append(value)
-        else:
-            seen.add(id(value))
-            found.references.append(kind if isinstance(value, _CONTAINERS) else value)
-            _note(inside, found, seen)
-            found.references.append(_END)
-
-
-def _inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What a container holds, or an object that is made of settings; None for any other."""
-    if isinstance(value, type):
-        return None
-    if isinstance(value, Mapping):
-        return [*enumerate(value), *value.items()]  # the keys count too
-    if isinstance(value, _CONTAINERS):
-        return enumerate(value)
-    return vars(value).items() if _is_settings(value) else None
-
-
-def _is_settings(value: Any, depth: int = 4) -> bool:
-    """Whether an object is made of plain values: a configuration, and not a part of the program."""
-    if type(value) in _ATOMS or isinstance(value, type):
-        return True
-    if not depth or isinstance(value, Tensor | nn.Module):
-        return False
-    if isinstance(value, Mapping):
-        parts: Iterable[Any] = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        parts = value
-    elif hasattr(value, "__dict__"):
-        parts = vars(value).values()
-    else:
-        return False
-    return all(_is_settings(v, depth - 1) for v in parts)
 
 
 def refuse_backward_hooks(model: nn.Module | Callable[..., Any]) -> None:

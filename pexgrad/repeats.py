@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from .arguments import Call
 from .lower import Lowered, computes_otherwise, flat_values
 from .pipeline import Pipeline, without_autocast
+from .snapshot import Snapshot
 from .stacked import is_random
 
 if TYPE_CHECKING:
@@ -31,11 +32,18 @@ class Repeats:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Pipeline, int], int | Lowered | None] = {}  # None: no graph is to be tried
+        self._loss_read: Snapshot | None = (
+            None  # what the loss, which graphs have written into them, held then
+        )
 
     def answer(self, transform: Composable, call: Call, eagerly: Callable[[], Any]) -> Any:
         """What `eagerly()` returns, by the graph where there is one."""
         if not _may_repeat(transform, call):
             return eagerly()
+        reads = transform._loss.reads()
+        if not reads.same(self._loss_read):
+            self._known.clear()
+            self._loss_read = reads
         key = transform._pipeline(call), call.batch
         known = self._known.get(key, 0)
         if isinstance(known, Lowered):
@@ -53,7 +61,8 @@ class Repeats:
 def _may_repeat(transform: Composable, call: Call) -> bool:
     options = transform._options
     plain = options.strategy == "crb" and not options.create_graph and options.chunk_size is None
-    return plain and 0 < call.bytes_of_rows() <= SMALL
+    # only of torch's own losses is it known that they read nothing else than what a snapshot sees
+    return plain and transform._loss.vectorised is not None and 0 < call.bytes_of_rows() <= SMALL
 
 
 def _graph_as_good(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 
 import einops
 import torch
@@ -13,6 +14,16 @@ _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(f)) + os.sep
     for f in (torch.__file__, einops.__file__, __file__, contextlib.__file__)
 )
+
+
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+def is_installed(filename: str) -> bool:
+    """Whether a file belongs to an installed package, to Python or to us, and not to the user's program."""
+    return filename.startswith((*_LIBRARIES, *_INSTALLED, "<built-in>", "<frozen"))
 
 
 def is_library(filename: str) -> bool:

@@ -18,12 +18,13 @@ from unittest import mock
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import trees
 from .decompositions import DECOMPOSITIONS
@@ -51,6 +52,7 @@ class Trace:
     output_spec: pytree.TreeSpec
     guards: tuple[sympy.Basic, ...]
     readings: tuple[tuple[Reading, Answer], ...]
+    reads_numbers: bool  # whether Python code took numbers out of tensors, perhaps out of constants
 
     def serves(self, batch_size: int) -> bool:
         """Whether every branch that the model's code took on the batch size goes the same way here."""
@@ -175,6 +177,7 @@ def _trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any,
         output_spec=seen["spec"],
         guards=tuple(branches),
         readings=reader.readings(),
+        reads_numbers=reader.was_asked,
     )
 
 
@@ -203,18 +206,43 @@ def _tracing(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
         torch.backends.opt_einsum.flags(enabled=False),  # its search for a path fixes every size
         mock.patch.object(builtins, "len", _traced_len(builtins.len)),
         mock.patch.object(nn.Module, "_apply", _apply),
+        mock.patch.object(Tensor, "tolist", _noting_reads(Tensor.tolist, reader)),
+        mock.patch.object(Tensor, "numpy", _noting_reads(Tensor.numpy, reader)),
         mock.patch.object(PythonKeyTracer, "create_node", _noting_source(PythonKeyTracer.create_node)),
-        mock.patch.object(proxy_tensor, "proxy_call", _noting_depth(proxy_tensor.proxy_call, running)),
+        mock.patch.object(
+            proxy_tensor, "proxy_call", _noting_calls(proxy_tensor.proxy_call, running, reader)
+        ),
         mock.patch.object(SymNode, "bool_", _noting_branches(SymNode.bool_, batch, branches, running)),
     ):
         yield branches
 
 
-def _noting_depth(call: Callable[..., Any], running: list[None]) -> Callable[..., Any]:
-    def noted(*args: Any, **kwargs: Any) -> Any:
+def _noting_reads(read: Callable[..., Any], reader: Reader) -> Callable[..., Any]:
+    """A method that gives Python numbers without an operation."""
+
+    def noted(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        reader.was_asked = True
+        if isinstance(self, FakeTensor):
+            return read(self, *args, **kwargs)
+        with _disable_current_modes():  # under which `numpy` would read the memory of a fake
+            return read(self, *args, **kwargs)
+
+    return noted
+
+
+aten = torch.ops.aten
+# operations that give Python a number
+_NUMBERS = {aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
+
+
+def _noting_calls(call: Callable[..., Any], running: list[None], reader: Reader) -> Callable[..., Any]:
+    """Note how deep operations are in one another, and that one gives Python a number."""
+
+    def noted(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        reader.was_asked |= func in _NUMBERS
         running.append(None)
         try:
-            return call(*args, **kwargs)
+            return call(mode, func, *args, **kwargs)
         finally:
             running.pop()
 

@@ -35,6 +35,8 @@ from .verify import verify
 
 Model = nn.Module | Callable[..., Any]
 
+_TRACES_OF_A_KIND = 8  # from which on they are worth a warning
+
 
 class Transform(Composable):
     """What all transforms share: one trace for each input signature, and the Jacobian of a checked call."""
@@ -116,6 +118,7 @@ class Transform(Composable):
                 if pipeline.serves(call):
                     return pipeline
             refuse_backward_hooks(self._model.model)
+            self._warn_of_changes(key)
             pipeline = self._build(call)
             known.insert(0, pipeline)  # it may take the place of one that no longer serves
             others = [
@@ -123,6 +126,17 @@ class Transform(Composable):
             ]
             self._kept_alive.append(call.module.references + others)
             return pipeline
+
+    def _warn_of_changes(self, key: Any) -> None:
+        """Warn where the same inputs have been traced again and again, for something else that has changed."""
+        others = [k for k, known in self._pipelines.items() if known and k[1:] == key[1:]]
+        if len(others) == _TRACES_OF_A_KIND:
+            warnings.warn(
+                f"{type(self).__name__} has been traced {len(others)} times for inputs of one kind, because something that the "
+                "model holds or its code reads keeps changing (a counter, a setting). Each trace takes time and memory: pass "
+                "what changes as an input, or keep it out of the model",
+                stacklevel=2,
+            )
 
     def _build(self, call: Call) -> Pipeline:
         try:

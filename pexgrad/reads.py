@@ -1,0 +1,113 @@
+"""What code reads beside its arguments: the cells of its closure, its default arguments, and globals by their names.
+
+Only code of the user's own is looked into: libraries do not change their globals between two calls. Of a module or an
+object that code reads, only the attributes that it names count: a trainer's counter of steps leads to no new trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from .source import is_installed
+
+Reads = list[tuple[Any, Any]]
+
+# what a class or an object has by name and nothing else looks into
+_PLAIN = (int, float, complex, str, bytes, type(None), list, tuple, set, dict, torch.Tensor, torch.nn.Module)
+
+_names: weakref.WeakKeyDictionary[FunctionType, frozenset[str]] = weakref.WeakKeyDictionary()
+_parts: weakref.WeakKeyDictionary[type, tuple[list[type], list[FunctionType]]] = weakref.WeakKeyDictionary()
+
+
+def of_function(function: FunctionType | MethodType) -> Reads:
+    """What a function reads, by name; nothing for a library's."""
+    if isinstance(function, MethodType):
+        code, owner = function.__func__, function.__self__
+        names = _names_in(code) if isinstance(code, FunctionType) else frozenset[str]()
+        return [("", code), *_named("self", owner, names)]
+    names = _names_in(function)
+    if not names and not function.__closure__ and not function.__defaults__:
+        return []
+    found: Reads = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            found += _named(name, cell.cell_contents, names)
+    for name in sorted(names & function.__globals__.keys()):
+        found += _named(name, function.__globals__[name], names)
+    return found
+
+
+def of_class(kind: type) -> Reads:
+    """What the methods of a class read, and its plain attributes; nothing for a library's."""
+    if kind not in _parts:
+        own = [c for c in kind.__mro__ if not is_installed(_file_of(c))]
+        held = [getattr(v, "__func__", v) for c in own for v in vars(c).values()]
+        _parts[kind] = own, [f for f in held if isinstance(f, FunctionType)]
+    own, methods = _parts[kind]
+    plain = [
+        (k, v) for c in own for k, v in vars(c).items() if isinstance(v, _PLAIN) and not k.startswith("__")
+    ]
+    return plain + [read for f in methods for read in of_function(f)]
+
+
+def _named(name: str, value: Any, names: frozenset[str]) -> Reads:
+    """A value that code reads, with those of its attributes that the code names."""
+    if isinstance(value, ModuleType):
+        return [] if _is_installed(value) else _attributes(name, vars(value), names)
+    kind = type(value)
+    if isinstance(value, (*_PLAIN, type, FunctionType, MethodType)) or is_installed(_file_of(kind)):
+        return [(name, value)]
+    methods, names = _methods(kind, names)
+    return [(name, value), *_attributes(name, getattr(value, "__dict__", {}), names), *methods]
+
+
+def _attributes(name: str, held: dict[str, Any], names: frozenset[str]) -> Reads:
+    return [(f"{name}.{n}", held[n]) for n in sorted(names & held.keys())]
+
+
+def _methods(kind: type, names: frozenset[str]) -> tuple[Reads, frozenset[str]]:
+    """The methods among the names, and the names with those in the methods' own code."""
+    found: dict[str, FunctionType] = {}
+    left = set(names)
+    while left:
+        method = getattr(kind, name := left.pop(), None)
+        if isinstance(method, FunctionType) and name not in found:
+            found[name] = method
+            left |= _names_in(method) - found.keys()
+    reached = names.union(*map(_names_in, found.values()))
+    return [(f".{n}", found[n]) for n in sorted(found)], reached
+
+
+def _names_in(function: FunctionType) -> frozenset[str]:
+    """The names of globals and attributes in a function's code; none for a library's."""
+    if function not in _names:
+        library = is_installed(function.__code__.co_filename)
+        _names[function] = frozenset() if library else frozenset(_all_names(function.__code__))
+    return _names[function]
+
+
+def _all_names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _all_names(constant)
+
+
+def _is_installed(module: ModuleType) -> bool:
+    return module.__name__ in sys.builtin_module_names or is_installed(
+        getattr(module, "__file__", None) or ""
+    )
+
+
+def _file_of(kind: type) -> str:
+    """The file of a class; none for one that was defined at a prompt."""
+    if kind.__module__ in sys.builtin_module_names:
+        return "<built-in>"
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""

@@ -1,0 +1,198 @@
+"""What a model holds and its code reads, looked at anew at every call: a trace is right as long as none of it changes.
+
+A module holds parameters and buffers, by name, and everything else that a trace depends on: submodules, flags, settings and
+hooks, at any depth of containers and settings objects. What code reads beside its arguments is in `reads.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .reads import of_class, of_function
+
+Place = tuple[
+    int, Any
+]  # how many references were found before a tensor's holder; the attribute, key or index in it
+
+
+class Snapshot(NamedTuple):
+    """What a model holds at one moment, from one walk through it."""
+
+    parameters: dict[str, Tensor]  # by the names of named_parameters(); a tied one once
+    buffers: dict[str, Tensor]
+    # everything else that a trace depends on. References are compared by identity, so whoever keeps a fingerprint keeps
+    # these too: an object that is alive shares its identity with no other.
+    references: list[Any]
+    loose: dict[Place, Tensor]  # tensors in attributes, containers, closures and globals
+
+    def same(self, other: Snapshot | None) -> bool:
+        """Whether another snapshot found the same objects, tensors included."""
+        mine, theirs = self._objects(), [] if other is None else other._objects()
+        return len(mine) == len(theirs) and all(map(operator.is_, mine, theirs))
+
+    def _objects(self) -> list[Any]:
+        return [
+            *self.references, *self.parameters.values(), *self.buffers.values(), *self.loose.values(),
+        ]  # fmt: skip
+
+    def fingerprint(self) -> tuple[int, ...]:
+        """The identities of the references."""
+        return tuple(map(id, self.references))
+
+    def places(self, tensors: Iterable[Tensor]) -> dict[Place, Held]:
+        """Those of the loose tensors that are among these."""
+        wanted = set(map(id, tensors))
+        return {place: Held(t, None) for place, t in self.loose.items() if id(t) in wanted}
+
+    def contents(self) -> dict[Place, Held]:
+        """All loose tensors, as they are now."""
+        return {place: Held(t, _version(t)) for place, t in self.loose.items()}
+
+    def holds(self, places: Mapping[Place, Held]) -> bool:
+        """Whether each of the tensors is still in its place, and as it was."""
+        return all(
+            self.loose.get(place) is held.tensor and held.version in (None, _version(held.tensor))
+            for place, held in places.items()
+        )
+
+
+class Held(NamedTuple):
+    """A tensor, and how often it had been changed in place where that matters."""
+
+    tensor: Tensor
+    version: int | None
+
+
+def _version(t: Tensor) -> int | None:
+    return None if t.is_inference() else t._version
+
+
+# attributes that every module has: what is in them is walked through by itself
+_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# what nothing can be changed inside of, or nothing that is looked for
+_ATOMS = frozenset({
+    int, float, complex, bool, str, bytes, type(None), BuiltinFunctionType, ModuleType,
+    torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout,
+})  # fmt: skip
+_CODE = frozenset({FunctionType, MethodType, type})
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
+_END = object()
+_MANY = 1000  # items of a container that is compared as a whole: it is data, and no setting
+
+
+def snapshot(model: Callable[..., Any]) -> Snapshot:
+    """What a module, a function or any other callable holds and reads."""
+    found, seen = Snapshot({}, {}, [], {}), set[int]()
+    if isinstance(model, nn.Module):
+        _note_modules(model, found, seen, named=True)
+    else:
+        _note([("", model)], found, seen)
+    return found
+
+
+def _note_modules(root: nn.Module, found: Snapshot, seen: set[int], *, named: bool) -> None:
+    """Note a module and those in it; parameters and buffers by name, or as loose tensors."""
+    modules: list[nn.Module] = []
+    _collect(root, "", modules, found, seen, named=named)
+    for m in modules:
+        held = vars(m)
+        found.references.append(m)
+        _note([(k, v) for k, v in held.items() if k not in _MACHINERY], found, seen)
+        for hooks in _HOOKS:
+            if held.get(hooks):
+                _note(enumerate(held[hooks].values()), found, seen)
+        if id(kind := type(m)) not in seen:
+            seen.add(id(kind))
+            _note(of_class(kind), found, seen)
+
+
+def _collect(
+    m: nn.Module, prefix: str, modules: list[nn.Module], found: Snapshot, seen: set[int], *, named: bool
+) -> None:
+    if id(m) in seen:
+        return
+    seen.add(id(m))
+    modules.append(m)
+    for own, into in ((m._parameters, found.parameters), (m._buffers, found.buffers)):
+        for name, t in own.items():
+            if t is not None and id(t) not in seen:
+                seen.add(id(t))
+                if named:
+                    into[prefix + name] = t
+                else:
+                    found.loose[len(found.references), prefix + name] = t
+    for name, child in m._modules.items():
+        if child is not None:
+            _collect(child, f"{prefix}{name}.", modules, found, seen, named=named)
+
+
+def _note(items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int]) -> None:
+    """Note what is held or read, and what containers, settings, modules and code among it hold and read in turn.
+
+    A container is what is in it: `torch.func.functional_call` gives a recurrent layer new lists of the same weights.
+    """
+    here = len(found.references)
+    for key, value in items:
+        kind = type(value)
+        if kind is weakref.ReferenceType:
+            value, kind = value(), type(value())
+        if kind in _ATOMS:
+            found.references.append(value)
+        elif isinstance(value, Tensor):
+            found.loose[here, key] = value
+        elif id(value) in seen:
+            found.references.append(value)
+        elif isinstance(value, nn.Module):
+            _note_modules(value, found, seen, named=False)
+        elif (inside := _inside(value)) is None:
+            found.references.append(value)
+        else:
+            seen.add(id(value))
+            found.references.append(kind if isinstance(value, _CONTAINERS) else value)
+            _note(inside, found, seen)
+            found.references.append(_END)
+
+
+def _inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """What a container holds, code reads, or an object is made of that is made of settings; None for any other."""
+    kind = type(value)
+    if kind in _CODE:
+        return of_function(value) if kind is not type else of_class(value)
+    if isinstance(value, type):
+        return of_class(value)
+    if isinstance(value, functools.partial):
+        return [("", value.func), *enumerate(value.args), *value.keywords.items()]
+    if isinstance(value, (Mapping, *_CONTAINERS)) and len(value) > _MANY:
+        return None
+    if isinstance(value, Mapping):
+        return [*enumerate(value), *value.items()]  # the keys count too
+    if isinstance(value, _CONTAINERS):
+        return enumerate(value)
+    return vars(value).items() if _is_settings(value) else None
+
+
+def _is_settings(value: Any, depth: int = 4) -> bool:
+    """Whether an object is made of plain values: a configuration, and not a part of the program."""
+    if type(value) in _ATOMS or type(value) in _CODE or isinstance(value, type):
+        return True
+    if not depth or isinstance(value, Tensor | nn.Module):
+        return False
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = value
+    elif hasattr(value, "__dict__"):
+        parts = vars(value).values()
+    else:
+        return False
+    return all(_is_settings(v, depth - 1) for v in parts)

@@ -1,0 +1,253 @@
+"""What code of a model or a loss reads beside its arguments may change between calls; it is noticed, and nothing else is."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import assert_rows_equal, rows_of, rows_of_function
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+
+import pexgrad
+
+pytestmark = pytest.mark.usefixtures("double")
+
+SCALE, SETTINGS, TENSOR, ACTIVATION = 1.0, {"scale": [1.0]}, torch.ones(3), F.relu
+EXTERNAL = types.ModuleType("external")
+EXTERNAL.scale, EXTERNAL.steps = 1.0, 0
+
+
+class Namespace:
+    scale = 1.0
+
+
+class Trainer:
+    def __init__(self):
+        self.scale, self.steps, self.model = 1.0, 0, nn.Linear(2, 2)
+
+    def factor(self):
+        return self.scale
+
+    def forward(self, p, x):
+        return x @ p["w"] * self.factor()
+
+    def loss(self, output, y):
+        return self.scale * F.cross_entropy(output, y, reduction="none")
+
+
+TRAINER = Trainer()
+
+
+def helper():
+    return SCALE
+
+
+def set_global(name, value):
+    return lambda: globals().__setitem__(name, value)
+
+
+def scaled_by_first(numbers, p, x):
+    return x @ p["w"] * numbers[0]
+
+
+def in_a_cell():
+    scale = 1.0
+
+    def f(p, x):
+        return x @ p["w"] * scale
+
+    def change():
+        nonlocal scale
+        scale = 3.0
+
+    return f, change
+
+
+def in_a_default():
+    def f(p, x, scale=1.0):
+        return x @ p["w"] * scale
+
+    return f, lambda: setattr(f, "__defaults__", (3.0,))
+
+
+def of_a_module():
+    """The usual way to make a function of a module: its flags and what it holds count too."""
+    net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.LeakyReLU(0.1))
+    return lambda p, x: functional_call(net, {"0.weight": p["w"].T}, (x,)), lambda: setattr(
+        net[1], "negative_slope", 0.7
+    )
+
+
+def of_a_frozen_module():
+    net = nn.Linear(4, 4)
+    return lambda p, x: net(x) @ p["w"], lambda: setattr(net, "weight", nn.Parameter(torch.eye(4)))
+
+
+FUNCTIONS = {
+    "cell": in_a_cell,
+    "default": in_a_default,
+    "module": of_a_module,
+    "frozen module": of_a_frozen_module,
+    "global": lambda: (lambda p, x: x @ p["w"] * SCALE, set_global("SCALE", 3.0)),
+    "global of a helper": lambda: (lambda p, x: x @ p["w"] * helper(), set_global("SCALE", 3.0)),
+    "global in a nested function": lambda: (lambda p, x: (lambda: x @ p["w"] * SCALE)(), set_global("SCALE", 3.0)),
+    "global dict": lambda: (lambda p, x: x @ p["w"] * SETTINGS["scale"][0], lambda: SETTINGS["scale"].__setitem__(0, 3.0)),
+    "global function": lambda: (lambda p, x: ACTIVATION(x @ p["w"]), set_global("ACTIVATION", torch.tanh)),
+    "global tensor": lambda: (lambda p, x: x @ p["w"] * TENSOR, set_global("TENSOR", torch.full((3,), 2.0))),
+    "global tensor in place": lambda: (lambda p, x: x @ p["w"] * TENSOR, lambda: TENSOR.mul_(3)),
+    "number of a global tensor": lambda: (lambda p, x: x @ p["w"] * TENSOR[0].item(), lambda: TENSOR.mul_(3)),
+    "attribute of a class": lambda: (lambda p, x: x @ p["w"] * Namespace.scale, lambda: setattr(Namespace, "scale", 3.0)),
+    "attribute of another module": lambda: (lambda p, x: x @ p["w"] * EXTERNAL.scale, lambda: setattr(EXTERNAL, "scale", 3.0)),
+    "attribute of an object": lambda: (lambda p, x: x @ p["w"] * TRAINER.scale, lambda: setattr(TRAINER, "scale", 3.0)),
+    "method of an object": lambda: (lambda p, x: x @ p["w"] * TRAINER.factor(), lambda: setattr(TRAINER, "scale", 3.0)),
+    "bound method": lambda: (TRAINER.forward, lambda: setattr(TRAINER, "scale", 3.0)),
+    "partial": lambda: (functools.partial(scaled_by_first, SETTINGS["scale"]), lambda: SETTINGS["scale"].insert(0, 3)),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    for name, value in (
+        ("SCALE", 1.0),
+        ("SETTINGS", {"scale": [1.0]}),
+        ("TENSOR", torch.ones(3)),
+        ("ACTIVATION", F.relu),
+    ):
+        monkeypatch.setitem(globals(), name, value)
+    monkeypatch.setattr(Namespace, "scale", 1.0)
+    monkeypatch.setattr(EXTERNAL, "scale", 1.0)
+    monkeypatch.setitem(globals(), "TRAINER", Trainer())
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_what_a_function_reads(kind):
+    f, change = FUNCTIONS[kind]()
+    params, x, y = {"w": torch.randn(4, 3)}, torch.randn(5, 4), torch.arange(5) % 3
+    fn = pexgrad.per_example_grad(f)
+    before = fn(params, x, y)
+    assert_rows_equal(before, rows_of_function(f, params, F.cross_entropy, x, y))
+    fn(params, x, y)
+    assert fn.trace_count == 1
+    change()
+    after = fn(params, x, y)
+    assert_rows_equal(after, rows_of_function(f, params, F.cross_entropy, x, y))
+    assert not torch.allclose(after["w"], before["w"]), "the change changes the gradient"
+
+
+def test_what_it_does_not_read_leads_to_no_new_trace():
+    other = {"unread": 0}
+
+    def f(p, x):
+        return x @ p["w"] * TRAINER.scale * EXTERNAL.scale
+
+    params, x, y = {"w": torch.randn(4, 3)}, torch.randn(5, 4), torch.arange(5) % 3
+    fn = pexgrad.per_example_grad(f)
+    for step in range(3):
+        other["unread"] = TRAINER.steps = EXTERNAL.steps = step
+        TRAINER.model = nn.Linear(2, 2)
+        fn(params, x, y)
+    assert fn.trace_count == 1
+
+
+class Flagged(nn.Module):
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.hidden, self.flag = nn.Linear(4, 3), [nn.LeakyReLU(0.1)], torch.tensor(1.0)
+
+    def forward(self, x):
+        return self.hidden[0](self.lin(x)) * SCALE * self.scale * self.flag.item() * helper()
+
+
+MODULES = {
+    "global": lambda m: set_global("SCALE", 3.0)(),
+    "attribute of the class": lambda m: setattr(Flagged, "scale", 3.0),
+    "number of a tensor": lambda m: m.flag.fill_(3.0),
+    "another tensor": lambda m: setattr(m, "flag", torch.tensor(3.0)),
+    "a module in a list": lambda m: setattr(m.hidden[0], "negative_slope", 0.7),
+}
+
+
+@pytest.mark.parametrize("change", MODULES)
+def test_what_a_module_reads(change, monkeypatch):
+    monkeypatch.setattr(Flagged, "scale", 1.0)
+    model, x, y = Flagged(), torch.randn(5, 4), torch.arange(5) % 3
+    params, fn = dict(model.named_parameters()), pexgrad.per_example_grad(model)
+    for _ in range(2):
+        assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+    assert fn.trace_count == 1
+    MODULES[change](model)
+    assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+
+
+@pytest.mark.parametrize("read", [lambda t: t.item(), lambda t: float(t), lambda t: 2.0 if t > 2 else 1.0,
+                                  lambda t: (t * 2).item(), lambda t: t.tolist(), lambda t: float(t.numpy()),
+                                  lambda t: 1.0 if (t == 1).all() else 2.0])  # fmt: skip
+def test_every_way_to_a_number(read):
+    flag = torch.tensor(1.0)
+
+    def f(p, x):
+        return x @ p["w"] * read(flag)
+
+    params, x, y = {"w": torch.randn(4, 3)}, torch.randn(5, 4), torch.arange(5) % 3
+    fn = pexgrad.per_example_grad(f)
+    for value in (1.0, 4.0):
+        flag.fill_(value)
+        assert_rows_equal(fn(params, x, y), rows_of_function(f, params, F.cross_entropy, x, y))
+
+
+LOSSES = {
+    "smoothing": (nn.CrossEntropyLoss, lambda loss: setattr(loss, "label_smoothing", 0.3)),
+    "weight": (lambda: nn.CrossEntropyLoss(reduction="sum"), lambda loss: setattr(loss, "weight", torch.tensor([1.0, 2.0, 3.0]))),
+    "reduction": (nn.CrossEntropyLoss, lambda loss: setattr(loss, "reduction", "sum")),
+    "forward": (nn.CrossEntropyLoss, lambda loss: setattr(loss, "forward", lambda o, y: 3 * F.cross_entropy(o, y))),
+    "hook": (nn.CrossEntropyLoss, lambda loss: loss.register_forward_hook(lambda m, a, out: 3 * out)),
+    "partial": (lambda: functools.partial(F.cross_entropy, label_smoothing=0), lambda f: f.keywords.update(label_smoothing=0.3)),
+    "global": (lambda: lambda o, y: SCALE * F.cross_entropy(o, y, reduction="none"), lambda loss: set_global("SCALE", 3.0)()),
+    "object": (lambda: TRAINER.loss, lambda loss: setattr(TRAINER, "scale", 3.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("through", ["call", "vmap", "often"])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_what_a_loss_reads(kind, through, monkeypatch):
+    """At each call, and by graphs that have the loss written into them."""
+    monkeypatch.setattr(pexgrad.repeats, "OFTEN", 1)
+    monkeypatch.setattr(pexgrad.repeats, "_seconds", lambda *_: 0.0)
+    loss, change = LOSSES[kind][0](), LOSSES[kind][1]
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.arange(5) % 3
+    params, fn = dict(model.named_parameters()), pexgrad.per_example_grad(model, loss)
+
+    def answer():
+        if through == "vmap":
+            stacked = {k: torch.stack([p.detach(), p.detach()]) for k, p in params.items()}
+            rows = torch.func.vmap(fn, in_dims=(0, None, None))(stacked, x, y)
+            return {k: r[1] for k, r in rows.items()}
+        return [fn(params, x, y) for _ in range(1 if through == "call" else 4)][-1]
+
+    before = answer()
+    assert_rows_equal(before, rows_of(model, loss, x, y))
+    change(loss)
+    after = answer()
+    assert_rows_equal(after, rows_of(model, loss, x, y))
+    same = all(map(torch.allclose, tree_leaves(after), tree_leaves(before)))
+    assert same == (kind == "reduction"), "of one example, the sum is the mean"
+
+
+def test_a_counter_on_the_model_is_warned_of():
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.arange(5) % 3
+    fn = pexgrad.per_example_grad(model)
+
+    def count_up():
+        for model.steps in range(12):
+            fn(dict(model.named_parameters()), x, y)
+
+    with pytest.warns(UserWarning, match="traced 8 times for inputs of one kind") as seen:
+        count_up()
+    assert len(seen) == 1
