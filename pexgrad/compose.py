@@ -47,12 +47,12 @@ def composable(call: Callable[..., Any]) -> Callable[..., Any]:
         if nested.is_nested(params):
             return _call_nested(self, composed, params, x, y, options)
         if modes.has_tangent((_as_dict(params), x, y)):
-            return self._through_graph(params, x, y, options)
+            return self._through_graph(call, params, x, y, options)
         if not modes.inside_transform():
             with modes.recording():
                 return call(self, *map(modes.recordable, (_as_dict(params), x, y)), **options)
         if modes.is_wrapped((_as_dict(params), x, y)):
-            return self._through_graph(params, x, y, options)
+            return self._through_graph(call, params, x, y, options)
         with modes.outside_transforms(), modes.recording():
             return call(self, params, x, y, **options)
 
@@ -231,9 +231,15 @@ class Composable:
             known.append(lower(pipeline, call, buffers, self._options, self._answer, further))
             return known[-1]
 
-    def _through_graph(self, params: Params, x: Any, y: Any, options: dict[str, Any]) -> Any:
+    def _through_graph(
+        self, method: Callable[..., Any], params: Params, x: Any, y: Any, options: dict[str, Any]
+    ) -> Any:
         """A call with tensors of a `torch.func` transform or dual ones, with no autograd inside: through the flat graph."""
         name = type(self).__name__
+        if method.__name__ != "__call__":
+            raise InputError(
+                f"{method.__name__} takes plain tensors, not those of a torch.func transform or dual ones"
+            )
         mask = options.get("mask")
         given = [k for k, v in options.items() if v is not None and k != "mask"]
         if given:

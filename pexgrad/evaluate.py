@@ -9,15 +9,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.node import map_arg
 
 from .factors import Factor, Replay
+from .factors._base import is_recorded
 from .flow import nodes_in
 from .layout import Anywhere, Layout
 from .plan import Use
 from .rules.registry import GIVEN, Rule
 from .sites import Operand, Site
 from .tap import Forward, Slots
+
+# elements of an output from which a copy of its cotangent takes much longer than a call of autograd
+LARGE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +79,24 @@ class RuleCall:
     given: tuple[str, ...]
 
 
+def way_out(outputs: Sequence[Tensor]) -> GradientEdge | None:
+    """Where the cotangent of the model's output arrives, if there is one output and a large one that lies contiguous.
+
+    It is taken before the loss may write into the output.
+    """
+    active = [t for t in outputs if t.requires_grad]
+    if (
+        len(active) != 1
+        or is_recorded(active[0])
+        or active[0].numel() < LARGE
+        or not active[0].is_contiguous()
+    ):
+        return None
+    return get_gradient_edge(active[0])
+
+
 def cotangents(
-    forward: Forward, losses: Tensor, sites: Sequence[BoundSite], create_graph: bool
+    forward: Forward, losses: Tensor, out: GradientEdge | None, sites: Sequence[BoundSite], create_graph: bool
 ) -> list[Tensor | None]:
     """dL_b / d(activation), for every edge: one backward that computes no parameter's gradient.
 
@@ -96,10 +117,32 @@ def cotangents(
     if together:
         with torch.enable_grad():
             total = losses.sum()
-        edges = [forward.edges[i] for i in together]
-        grads = torch.autograd.grad(total, edges, create_graph=create_graph, allow_unused=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        found |= dict(zip(together, grads, strict=True))
+        found |= dict(
+            zip(
+                together,
+                _backward(total, out, [forward.edges[i] for i in together], create_graph),
+                strict=True,
+            )
+        )
     return [found.get(i) for i in range(len(forward.edges))]
+
+
+def _backward(
+    total: Tensor, out: GradientEdge | None, edges: list[Any], create_graph: bool
+) -> Sequence[Tensor | None]:
+    """One backward; it rests at a large output, whose cotangent is brought into order there.
+
+    A language model's logits are transposed for the loss, and their cotangent would be copied twice otherwise, by the
+    operation's own backward and by the factor.
+    """
+    if out is None:
+        return torch.autograd.grad(total, edges, create_graph=create_graph, allow_unused=True)
+    (cotangent,) = torch.autograd.grad(total, [out], create_graph=create_graph, allow_unused=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if cotangent is None:
+        return [None] * len(edges)
+    return torch.autograd.grad(
+        [out], edges, [cotangent.contiguous()], create_graph=create_graph, allow_unused=True
+    )  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def _cotangents_apart(

@@ -163,7 +163,9 @@ class Jacobian:
         kept, left = [], KEEP_BYTES
         with self._mode():
             for term in sorted(self.terms, key=_row_bytes):
-                if term.factor.keeps_rows() and _row_bytes(term) <= left:
+                # rows of half precision are rounded, and may overflow, where norms are added up in float32
+                exact = term.factor.dtype.itemsize >= 4
+                if exact and term.factor.keeps_rows() and _row_bytes(term) <= left:
                     left -= _row_bytes(term)
                     term = replace(term, factor=Rows(term.factor.rows()))
                 kept.append(term)

@@ -233,12 +233,6 @@ def _batchwise(options: Options) -> Options:
     return replace(options, conv_rule="unfold") if options.conv_rule in ("auto", "loop") else options
 
 
-def computes_otherwise(pipeline: Pipeline) -> bool:
-    """Whether the flat graph takes other ways than the call: attention by its parts, convolutions by one algorithm."""
-    chosen = any(use.rule and "conv_rule" in use.rule.statics for site in pipeline.sites for use in site.uses)
-    return chosen or any("attention" in str(n.target) for n in pipeline.trace.graph.nodes)
-
-
 def _unflat(
     flat: Sequence[Tensor], call: Call, n_buffers: int
 ) -> tuple[dict[str, Tensor], list[Tensor], Any, Any]:

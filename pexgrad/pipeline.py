@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from . import trees
 from .arguments import Call, Options
-from .errors import PexgradError
-from .evaluate import BoundSite, cotangents, factors
+from .errors import LossError, PexgradError
+from .evaluate import BoundSite, cotangents, factors, way_out
 from .factors import Factor
 from .flow import batch_dims, fold_factor_of, value
 from .jacobian import Jacobian, join_uses
@@ -99,9 +99,9 @@ class Pipeline:
         with torch.set_grad_enabled(options.create_graph):
             terms = join_uses([use for _, use in uses])
         leaves = {k: at.params[k] for k in trainable}
-        return Jacobian(
-            losses if options.create_graph else losses.detach(), leaves, terms, options.create_graph
-        )
+        # a copy: losses may be the very memory of an output, and that of a parameter
+        own = losses if options.create_graph else losses.detach().clone()
+        return Jacobian(own, leaves, terms, options.create_graph)
 
     def uses(self, at: At, options: Options) -> list[tuple[BoundSite, Operand, Factor]]:
         """Every use of every parameter, with its factor, for `explain`."""
@@ -111,9 +111,15 @@ class Pipeline:
     def _evaluate(self, at: At, options: Options) -> tuple[Tensor, list[tuple[BoundSite, FactorUse]]]:
         create_graph = options.create_graph
         forward = self.program.run([*at.params.values(), *at.buffers, *_inputs(at.x)])
+        out, views = way_out(forward.outputs), [(t, t._version) for t in forward.outputs if t._is_view()]
         with torch.enable_grad():
             losses = self.losses(forward.outputs, at.y, at.batch)
-        grads = cotangents(forward, losses, self.sites, create_graph)
+        if any(t._version != version for t, version in views):
+            raise LossError(
+                "the loss writes into the model's output, which shares its memory with a value before it, so that gradients "
+                "would go past the model's last operation; let the loss write into a copy, output.clone()"
+            )
+        grads = cotangents(forward, losses, out, self.sites, create_graph)
         uses = []
         with torch.set_grad_enabled(create_graph), without_autocast(losses.device.type):
             for site in self.sites:
@@ -122,6 +128,15 @@ class Pipeline:
                 ):
                     uses.append((site, (operand, v, factor, self.windows[operand.node])))
         return losses, uses
+
+    def vectorises(self, call: Call) -> bool:
+        """Whether a call's losses are those of a loss of torch's, for the whole batch at once."""
+        if self.loss.vectorised is None or not self.outputs.plain():
+            return False
+        outputs = self.program.run(
+            [*call.params.values(), *call.module.buffers.values(), *_inputs(call.x)]
+        ).outputs
+        return self.loss.vectorised(self.outputs.whole(outputs), call.y) is not None
 
     def losses(self, tensors: list[Tensor], y: Any, batch: int) -> Tensor:
         """(B,) losses from the tensors of the model's output."""
@@ -206,7 +221,8 @@ def _takes_batches(
     ):
         return False
     one = lambda b: outputs.example(tensors, sample.batch, b)  # noqa: E731
-    return loss.takes_batches(outputs.whole(tensors), one, sample.y, sample.batch)
+    copies = [t.clone() for t in tensors]  # the loss may write into what it is given
+    return loss.takes_batches(outputs.whole(copies), one, sample.y, sample.batch)
 
 
 def _bind(

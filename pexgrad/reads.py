@@ -10,7 +10,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -62,10 +62,16 @@ def _named(name: str, value: Any, names: frozenset[str]) -> Reads:
     if isinstance(value, ModuleType):
         return [] if _is_installed(value) else _attributes(name, vars(value), names)
     kind = type(value)
-    if isinstance(value, (*_PLAIN, type, FunctionType, MethodType)) or is_installed(_file_of(kind)):
+    if isinstance(value, (*_PLAIN, type, FunctionType, MethodType)):
         return [(name, value)]
+    held: dict[str, Any] = getattr(value, "__dict__", {})
+    if is_installed(_file_of(kind)):  # a namespace, say
+        return [(name, value), *_attributes(name, held, names)]
     methods, names = _methods(kind, names)
-    return [(name, value), *_attributes(name, getattr(value, "__dict__", {}), names), *methods]
+    of_kind = {n: v for c in reversed(kind.__mro__[:-1]) for n, v in vars(c).items()}
+    slots = {n: getattr(value, n, None) for n, v in of_kind.items() if isinstance(v, MemberDescriptorType)}
+    plain = {n: v for n, v in of_kind.items() if isinstance(v, _PLAIN) and n not in held}
+    return [(name, value), *_attributes(name, {**plain, **slots, **held}, names), *methods]
 
 
 def _attributes(name: str, held: dict[str, Any], names: frozenset[str]) -> Reads:
@@ -78,6 +84,7 @@ def _methods(kind: type, names: frozenset[str]) -> tuple[Reads, frozenset[str]]:
     left = set(names)
     while left:
         method = getattr(kind, name := left.pop(), None)
+        method = method.fget if isinstance(method, property) else method
         if isinstance(method, FunctionType) and name not in found:
             found[name] = method
             left |= _names_in(method) - found.keys()

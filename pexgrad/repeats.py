@@ -7,31 +7,45 @@ lowered, and answered by the graph from then on, if that gave the same bits in l
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from .arguments import Call
-from .lower import Lowered, computes_otherwise, flat_values
+from .lower import Lowered, flat_values
 from .pipeline import Pipeline, without_autocast
 from .snapshot import Snapshot
-from .stacked import is_random
+from .tap import gradient_edge
 
 if TYPE_CHECKING:
     from .compose import Composable
 
+aten = torch.ops.aten
+
 OFTEN = 100  # lowering takes as long as some hundred calls
 SMALL = 1 << 26  # bytes of rows: beside larger ones Python is a small part
+# Of these a recording is the same computation. Others check values that a recording does not have, choose an algorithm
+# for the batch at hand, draw random numbers, or call code of the user's.
+PLAIN = frozenset({
+    aten.linear.default, aten.relu.default, aten.tanh.default, aten.sigmoid.default, aten.gelu.default, aten.silu.default,
+    aten.leaky_relu.default, aten.elu.default, aten.softplus.default, aten.layer_norm.default, aten.softmax.int,
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.flatten.using_ints, aten.view.default, aten.reshape.default,
+    aten.sym_size.int, operator.getitem, operator.mul, gradient_edge,
+})  # fmt: skip
 
 
 class Repeats:
     """A transform's calls, counted and with their graphs, for each pipeline and batch size."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Pipeline, int], int | Lowered | None] = {}  # None: no graph is to be tried
+        self._known: dict[
+            tuple[Pipeline, int, torch.dtype], int | Lowered | None
+        ] = {}  # None: no graph is to be tried
         self._loss_read: Snapshot | None = (
             None  # what the loss, which graphs have written into them, held then
         )
@@ -44,7 +58,7 @@ class Repeats:
         if not reads.same(self._loss_read):
             self._known.clear()
             self._loss_read = reads
-        key = transform._pipeline(call), call.batch
+        key = transform._pipeline(call), call.batch, torch.get_default_dtype()
         known = self._known.get(key, 0)
         if isinstance(known, Lowered):
             return _run(known, call)
@@ -61,23 +75,31 @@ class Repeats:
 def _may_repeat(transform: Composable, call: Call) -> bool:
     options = transform._options
     plain = options.strategy == "crb" and not options.create_graph and options.chunk_size is None
-    # only of torch's own losses is it known that they read nothing else than what a snapshot sees
-    return plain and transform._loss.vectorised is not None and 0 < call.bytes_of_rows() <= SMALL
+    outside = (
+        forward_ad._current_level < 0 and not call.module.buffers and not torch.is_autocast_enabled("cpu")
+    )
+    return plain and outside and transform._loss.vectorised is not None and 0 < call.bytes_of_rows() <= SMALL
 
 
 def _graph_as_good(
     transform: Composable, pipeline: Pipeline, call: Call, answer: Any, seconds: float
 ) -> Lowered | None:
     """The graph of a call that was answered in so many seconds, if it gives the same bits faster."""
-    if computes_otherwise(pipeline):
-        return None
     try:
+        if not _is_plain(pipeline) or not pipeline.vectorises(call):
+            return None
         graph = transform._graph(call)
-        if is_random(graph.module) or not _same_bits(_run(graph, call), answer):
+        if not _same_bits(_run(graph, call), answer):
             return None
         return graph if min(_seconds(graph, call) for _ in range(5)) < seconds else None
     except Exception:  # noqa: BLE001 - there is an answer, and whatever a graph fails of, the calls do without it
         return None
+
+
+def _is_plain(pipeline: Pipeline) -> bool:
+    """Whether a model is made of operations of which a recording is the same computation."""
+    nodes = [n for n in pipeline.program.module.graph.nodes if n.op not in ("placeholder", "output")]
+    return all(n.target in PLAIN for n in nodes)
 
 
 def _seconds(graph: Lowered, call: Call) -> float:

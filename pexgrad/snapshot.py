@@ -96,7 +96,8 @@ def snapshot(model: Callable[..., Any]) -> Snapshot:
     if isinstance(model, nn.Module):
         _note_modules(model, found, seen, named=True)
     else:
-        _note([("", model)], found, seen)
+        of_object = isinstance(getattr(model, "__call__", None), MethodType)  # noqa: B004 - its code is what is read
+        _note([("", model.__call__ if of_object else model)], found, seen)
     return found
 
 
@@ -158,7 +159,8 @@ def _note(items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int]) -> 
             found.references.append(value)
         else:
             seen.add(id(value))
-            found.references.append(kind if isinstance(value, _CONTAINERS) else value)
+            anew = isinstance(value, (*_CONTAINERS, MethodType))  # may be another object for the same thing
+            found.references.append(kind if anew else value)
             _note(inside, found, seen)
             found.references.append(_END)
 

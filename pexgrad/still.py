@@ -100,8 +100,10 @@ class StandStill(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.split("::")[-1]
-        if torch.Tag.nondeterministic_seeded not in func.tags and name not in _STILL:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        space, name = func._schema.name.split("::")
+        if space != "aten":
             return func(*args, **kwargs)
         if name == "randint" and func._overloadname != "low":
             args = (0, *args)

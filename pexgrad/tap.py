@@ -16,7 +16,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.graph import CodeGen
 
 from .errors import ANY_MODEL, TraceError
-from .factors._base import is_recorded
 from .flow import mutated_operands, storage, value, where
 from .plan import Use, nodes_needed
 from .rewrite import insert
@@ -24,9 +23,6 @@ from .sites import Site
 from .trace import Trace
 
 aten = torch.ops.aten
-
-# elements of an activation from which a copy of its cotangent takes much longer than a call of Python
-LARGE = 1 << 20
 
 
 class Forward(NamedTuple):
@@ -80,7 +76,8 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
         for out in site.outputs:
             written = last_write.get(storage(out), -1) > order[site.node]
             moved[out] = _tapped(trace, out, written=written, shared=len(site.outputs) > 1)
-            edges.append(_edge(graph, moved[out], written=written))
+            with graph.inserting_after(moved[out]):
+                edges.append(graph.call_function(gradient_edge, (moved[out],)))
         slot = {}
         for n in nodes_needed(site_uses, site):
             kept = _shield(trace, moved.get(n, n), site, last_write, order)
@@ -118,41 +115,6 @@ def _tapped(trace: Trace, out: fx.Node, *, written: bool, shared: bool) -> fx.No
     new.meta.update(out.meta)  # the fake value too: it stands for the same memory
     out.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     return new
-
-
-def _edge(graph: fx.Graph, activation: fx.Node, *, written: bool) -> fx.Node:
-    """The node of the activation's edge. What comes after it uses the activation through `arriving_contiguous`."""
-    with graph.inserting_after(activation):
-        edge = graph.call_function(gradient_edge, (activation,))
-    if not written:
-        with graph.inserting_after(edge):
-            passed_on = graph.call_function(arriving_contiguous, (activation,))
-        passed_on.meta.update(activation.meta)
-        activation.replace_all_uses_with(passed_on, delete_user_cb=lambda n: n not in (edge, passed_on))
-    return edge
-
-
-def arriving_contiguous(activation: Tensor) -> Tensor:
-    """The activation, from here on with a cotangent that is copied here where it does not lie contiguous.
-
-    It would be copied twice otherwise, by the operation's own backward and by the factor: a language model's logits,
-    transposed for the loss.
-    """
-    if is_recorded(activation) or not activation.requires_grad or activation.numel() < LARGE:
-        return activation
-    return _Contiguous.apply(activation) if activation.is_contiguous() else activation  # type: ignore[no-any-return]
-
-
-class _Contiguous(torch.autograd.Function):
-    """The identity; its cotangent is made contiguous."""
-
-    @staticmethod
-    def forward(ctx: Any, activation: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return activation.view_as(activation)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return cotangent.contiguous()
 
 
 def _last_writes(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[int | None, int]:

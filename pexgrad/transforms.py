@@ -170,6 +170,7 @@ class Transform(Composable):
         return (
             call.module.fingerprint(),
             tuple((k, p.shape, p.dtype, p.device, p.stride()) for k, p in call.params.items()),
+            tuple((k, b.shape, b.dtype, b.device) for k, b in call.module.buffers.items()),
             tuple(call.trainable),
             spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
             _autocast("cpu"), _autocast("cuda"),

@@ -399,3 +399,15 @@ def test_no_noise():
 def test_noise_that_makes_no_sense(multiplier, bound):
     with pytest.raises(pexgrad.PexgradError, match=r"noise_multiplier|max_norm"):
         pexgrad.add_noise({"w": torch.zeros(2)}, multiplier, bound)
+
+
+def test_norms_of_half_precision_are_not_those_of_rounded_rows():
+    """Rows that overflow in float16 have finite norms in float32."""
+    model = torch.nn.Linear(8, 8, bias=False).half()
+    x = torch.full((2, 64, 8), 30.0, dtype=torch.float16)
+    fn = pexgrad.clipped_grad(model, lambda out, y: (out * 40).flatten(1).sum(1), max_norm=1.0, verify=False)
+    out = fn(named(model), x)
+    torch.testing.assert_close(
+        out.norms, torch.full((2,), 64 * 30 * 40 * 8.0, dtype=torch.float32), rtol=1e-2, atol=0
+    )
+    assert out.grads["weight"].isfinite().all()

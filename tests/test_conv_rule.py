@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from oracle import assert_rows_equal
 from strategies import CONV, conv_configs, transposed_configs
 
+import pexgrad
 from pexgrad.factors import Conv, Geometry, choice
 from pexgrad.factors._base import dots
 from pexgrad.factors.convolving import convolve, window_gram
@@ -168,3 +169,19 @@ def test_the_choice_is_among_what_may_be_fastest_and_into_memory_nothing_as_larg
     assert "joint" in choice.candidates(factor.work(), into_memory=False)
     assert "joint" not in choice.candidates(factor.work(), into_memory=True)
     assert "joint" not in choice.candidates(factor.work()._replace(inputs=25), into_memory=False)
+
+
+@pytest.mark.parametrize(
+    "second", [{"padding": 2, "dilation": 2}, {"padding": 0}, {"padding": 1, "stride": 2}], ids=str
+)
+def test_norms_of_one_weight_at_two_geometries(second):
+    weight = torch.randn(2, 8, 3, 3)
+
+    def f(p, x):
+        h = torch.nn.functional.conv2d(x, p["w"], padding=1)
+        return h.flatten(1).sum(1) ** 2 + torch.nn.functional.conv2d(x, p["w"], **second).flatten(
+            1
+        ).square().sum(1)
+
+    jacobian = pexgrad.per_example_jacobian(f, lambda out, y: out)({"w": weight}, torch.randn(3, 8, 4, 4))
+    torch.testing.assert_close(jacobian.norms(), jacobian.rows()["w"].flatten(1).norm(dim=1))

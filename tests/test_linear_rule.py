@@ -13,7 +13,7 @@ from oracle import assert_rows_equal, rows_of
 from strategies import linear_configs
 
 import pexgrad
-from pexgrad import tap
+from pexgrad import evaluate
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -51,32 +51,67 @@ def test_properties(check, config):
 class Logits(torch.nn.Module):
     """Their loss wants the classes on dimension 1, so their cotangent arrives transposed."""
 
-    def __init__(self, inplace):
+    def __init__(self):
         super().__init__()
-        self.body, self.head, self.inplace = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3), inplace
+        self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3, bias=False)
 
     def forward(self, x):
-        logits = self.head(self.body(x).tanh())
-        return (logits.mul_(2) if self.inplace else logits * 1).movedim(-1, 1)
+        return self.head(self.body(x).tanh())
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("large", [0, tap.LARGE], ids=["copied once", "left"])
-def test_a_cotangent_that_arrives_transposed(monkeypatch, large, inplace):
-    monkeypatch.setattr(tap, "LARGE", large)
-    model, x, y = Logits(inplace), torch.randn(2, 5, 4), torch.randint(3, (2, 5))
-    loss = lambda out, y: F.cross_entropy(out, y, reduction="none").sum(-1)  # noqa: E731
+def transposed(write):
+    def loss(output, y):
+        return F.cross_entropy(write(output).movedim(-1, 1), y, reduction="none").sum(-1)
+
+    return loss
+
+
+def with_zeros(output):
+    output[:, 0] = 0
+    return output
+
+
+WRITES = {
+    "nothing": lambda o: o,
+    "in place": lambda o: o.mul_(2),
+    "into a view": with_zeros,
+    "masked": lambda o: o.masked_fill_(torch.tensor([True, False, False]), -1e4),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("large", [0, evaluate.LARGE], ids=["copied once", "left"])
+def test_a_cotangent_that_arrives_transposed(monkeypatch, large, write):
+    """A large one is brought into order before it goes on; the loss may write into the output."""
+    monkeypatch.setattr(evaluate, "LARGE", large)
+    model, loss, x, y = Logits(), transposed(WRITES[write]), torch.randn(2, 5, 4), torch.randint(3, (2, 5))
     jacobian = pexgrad.per_example_jacobian(model, loss)(dict(model.named_parameters()), x, y)
     assert_rows_equal(jacobian.rows(), rows_of(model, loss, x, y))
     (head,) = (t.factor for t in jacobian.terms if t.params == ("head.weight",))
-    lies = head.g.stride()[-1] == 1
-    assert lies == (large == 0 and not inplace), "a large one is brought into order before it goes on"
+    if write == "nothing":
+        assert (head.g.stride()[-1] == 1) == (large == 0)
+
+
+def test_a_loss_that_writes_into_an_output_that_is_a_view():
+    model, loss, x, y = (
+        torch.nn.Linear(4, 3),
+        transposed(with_zeros),
+        torch.randn(2, 5, 4),
+        torch.randint(3, (2, 5)),
+    )
+    fn = pexgrad.per_example_grad(model, loss, verify=False)
+    with pytest.raises(pexgrad.LossError, match="the loss writes into the model's output"):
+        fn(dict(model.named_parameters()), x, y)
 
 
 def test_a_cotangent_copied_on_arrival_can_be_differentiated_again(monkeypatch):
-    monkeypatch.setattr(tap, "LARGE", 0)
-    model, x, y = Logits(inplace=False), torch.randn(2, 5, 4), torch.randint(3, (2, 5))
-    loss = lambda out, y: F.cross_entropy(out, y, reduction="none").sum(-1)  # noqa: E731
+    monkeypatch.setattr(evaluate, "LARGE", 0)
+    model, loss, x, y = (
+        Logits(),
+        transposed(WRITES["nothing"]),
+        torch.randn(2, 5, 4),
+        torch.randint(3, (2, 5)),
+    )
     fn = pexgrad.per_example_grad(model, loss, create_graph=True)
     names, values = zip(*((k, p.detach().requires_grad_()) for k, p in model.named_parameters()), strict=True)
     assert torch.autograd.gradcheck(

@@ -175,3 +175,18 @@ def test_special_values_do_not_make_a_sound_model_suspect():
     x, mask = torch.zeros(3, 4), torch.tensor([[False] * 4, [True] * 4, [True, False, True, True]])
     rows = pexgrad.per_example_grad(model, wave)(dict(model.named_parameters()), (x, mask), None)
     assert_rows_equal(rows, rows_of(model, wave, (x, mask), None))
+
+
+def test_a_users_operation_named_like_a_random_one_is_run_as_it_is():
+    @torch.library.custom_op("pexgrad_tests::normal", mutates_args=())
+    def normal(v: torch.Tensor) -> torch.Tensor:
+        return v - v.mean(0)
+
+    normal.register_fake(lambda v: torch.empty_like(v))
+    normal.register_autograd(lambda ctx, g: g - g.mean(0))
+    model = torch.nn.Linear(4, 3)
+    mixing = lambda p, x: normal(x @ p["weight"].T)  # noqa: E731
+    with pytest.raises(pexgrad.MixedExamplesError):
+        pexgrad.per_example_grad(mixing)(
+            dict(model.named_parameters()), torch.randn(4, 4), torch.arange(4) % 3
+        )

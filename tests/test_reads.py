@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 
@@ -43,12 +44,71 @@ class Trainer:
 TRAINER = Trainer()
 
 
+@dataclasses.dataclass(slots=True)
+class Slots:
+    scale: float = 1.0
+    other: object = None
+
+
+class Hidden:
+    base = 1.0
+
+    def __init__(self):
+        self._scale, self.other = 1.0, nn.Linear(1, 1)
+
+    @property
+    def scale(self):
+        return self._scale
+
+
+class Inherits(Hidden):
+    pass
+
+
+class Callable_:
+    def __init__(self):
+        self.scale, self.other = 1.0, nn.Linear(1, 1)
+
+    def __call__(self, p, x):
+        return x @ p["w"] * self.scale
+
+
 def helper():
     return SCALE
 
 
 def set_global(name, value):
     return lambda: globals().__setitem__(name, value)
+
+
+def of_an_object(held, change, name="scale"):
+    return (lambda p, x: x @ p["w"] * held.scale) if name == "scale" else (
+        lambda p, x: x @ p["w"] * held.base
+    ), change
+
+
+def of_a_namespace():
+    held = types.SimpleNamespace(scale=1.0, other=nn.Linear(1, 1))
+    return of_an_object(held, lambda: setattr(held, "scale", 3.0))
+
+
+def of_slots():
+    held = Slots(other=nn.Linear(1, 1))
+    return of_an_object(held, lambda: setattr(held, "scale", 3.0))
+
+
+def of_a_property():
+    held = Hidden()
+    return of_an_object(held, lambda: setattr(held, "_scale", 3.0))
+
+
+def of_a_base_class():
+    return of_an_object(Inherits(), lambda: setattr(Hidden, "base", Hidden.base + 2.0), "base")
+
+
+def of_a_callable_object():
+    held = Callable_()
+    return held, lambda: setattr(held, "scale", 3.0)
 
 
 def scaled_by_first(numbers, p, x):
@@ -91,6 +151,11 @@ def of_a_frozen_module():
 FUNCTIONS = {
     "cell": in_a_cell,
     "default": in_a_default,
+    "namespace": of_a_namespace,
+    "slots": of_slots,
+    "property": of_a_property,
+    "base class": of_a_base_class,
+    "callable object": of_a_callable_object,
     "module": of_a_module,
     "frozen module": of_a_frozen_module,
     "global": lambda: (lambda p, x: x @ p["w"] * SCALE, set_global("SCALE", 3.0)),

@@ -281,3 +281,16 @@ def test_equal_containers_are_the_same_setting():
     model.kept = {"scale": [2], "none": {"other": 1}}
     check(fn, model, x, y)
     assert fn.trace_count == 2
+
+
+def test_buffers_are_told_apart_by_name():
+    model = Net(lambda s, x: s.lin(x) * s.a + s.lin(x) ** 2 * s.b, lin=nn.Linear(4, 5))
+    model.register_buffer("a", torch.full((5,), 2.0))
+    model.register_buffer("b", torch.full((5,), 3.0))
+    x, y = torch.randn(3, 4), labels(3)
+    fn = pexgrad.per_example_grad(model)
+    check(fn, model, x, y)
+    a = model.a
+    del model.a
+    model.register_buffer("a", a)  # now the last one
+    check(fn, model, x, y)

@@ -31,7 +31,9 @@ class Broadcast(Factor):
         return replace(self, g=self.g.narrow(0, start, length), r=r)
 
     def rows(self, out: Tensor | None = None) -> Tensor:
-        return into(out, self.summed().reshape(self.batch, *self.shape).to(self.dtype))
+        rows = self.summed().reshape(self.batch, *self.shape).to(self.dtype)
+        # never the cotangent itself, which may be another's rows too, or a tensor of the user's
+        return rows.clone() if out is None and self.r is None and self.g.shape[1] == 1 else into(out, rows)
 
     def summed(self, dtype: torch.dtype | None = None) -> Tensor:
         """(b, f): the sum over positions, in another dtype where one is given."""

@@ -126,7 +126,9 @@ class Conv(Factor):
         return super().sq_norms() if self.norm_cost().way != "gram" else self.inner(self)
 
     def inner(self, other: Factor) -> Tensor:
-        if not isinstance(other, Conv) or {self.norm_cost().way, other.norm_cost().way} != {"gram"}:
+        if not isinstance(other, Conv) or other.geometry != self.geometry:
+            return super().inner(other)
+        if {self.norm_cost().way, other.norm_cost().way} != {"gram"}:
             return super().inner(other)
         pairs = self.geometry.groups * self.x[0:1, :, 0].numel() * other.x[0:1, :, 0].numel()
         return gather([self.take(s)._inner(other.take(s)) for s in self.slices(pairs * 8)])
