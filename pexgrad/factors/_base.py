@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,14 @@ class Factor(ABC):
         for s in self.slices(self.row_numel * self.dtype.itemsize, limit):
             yield s, self.take(s).rows()
 
+    def widened(self) -> Self:
+        """The same, with rows of half precision in float32: before anything is added up they might overflow."""
+        parts = {n: v for n in ("g", "x", "r") if isinstance(v := getattr(self, n, None), Tensor)}
+        if self.dtype.itemsize >= 4 or not parts:
+            return self
+        wide = {n: accumulable(v) for n, v in parts.items()}
+        return replace(self, **wide, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
+
     def add_to(self, rows: Tensor) -> None:
         """Add rows to those given, (b, *shape)."""
         for s, g in self.pieces():
@@ -96,16 +105,16 @@ class Factor(ABC):
 
     def sq_norms(self) -> Tensor:
         """(b,): the squared norm of each row, accumulated in at least float32."""
-        return gather([squared_norms(g) for _, g in self.pieces()])
+        return gather([squared_norms(g) for _, g in self.widened().pieces()])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """(*shape): sum over b of weights[b] times row b."""
-        parts = ((weights[s], accumulable(g)) for s, g in self.pieces())
+        parts = ((weights[s], accumulable(g)) for s, g in self.widened().pieces())
         return total(torch.tensordot(w.to(g.dtype), g, 1) for w, g in parts).to(self.dtype)
 
     def sum_squares(self) -> Tensor:
         """(*shape): sum over b of the squared modulus of row b, elementwise."""
-        return total(square(accumulable(g)).sum(0) for _, g in self.pieces())
+        return total(square(accumulable(g)).sum(0) for _, g in self.widened().pieces())
 
     def dot(self, v: Tensor) -> Tensor:
         """(b,): the inner product of each row with `v` (*shape)."""
@@ -114,7 +123,7 @@ class Factor(ABC):
 
     def inner(self, other: Factor) -> Tensor:
         """(b,): the inner product of each row with the same example's row of `other`."""
-        return gather([dots(g, other.take(s).rows()) for s, g in self.pieces()])
+        return gather([dots(g, other.widened().take(s).rows()) for s, g in self.widened().pieces()])
 
     def gram(self, other: Factor) -> Tensor:
         """(b, c): the inner products of all rows with all rows of `other`."""
