@@ -219,10 +219,7 @@ class Composable:
             )
         with self._lock:
             pipeline = self._pipeline(call)
-            reads = self._loss.reads()
-            if not reads.same(self._loss_read):
-                self._lowered.clear()  # graphs have the loss written into them
-                self._loss_read = reads
+            self._notice_loss()
             known = self._lowered.setdefault((pipeline, len(further)), [])
             for lowered in known:
                 if lowered.serves(call.batch):
@@ -230,6 +227,14 @@ class Composable:
             buffers = list(self._model.buffers().values())
             known.append(lower(pipeline, call, buffers, self._options, self._answer, further))
             return known[-1]
+
+    def _notice_loss(self) -> None:
+        """Forget the graphs, which have the loss written into them, where it holds or reads something else than it did."""
+        reads = self._loss.reads()
+        if not reads.same(self._loss_read):
+            self._lowered.clear()
+            self._repeats.clear()
+            self._loss_read = reads
 
     def _through_graph(
         self, method: Callable[..., Any], params: Params, x: Any, y: Any, options: dict[str, Any]

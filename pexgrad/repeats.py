@@ -1,7 +1,7 @@
 """Small models: a call that is made again and again runs as one flat graph.
 
 Around a few microseconds of arithmetic, Python and autograd's records are most of what a call takes: 0.8 ms for three
-layers of 64 at 32 examples on a CPU, and 0.4 through the flat graph. So a small call that has been made `OFTEN` times is
+layers of 64 at 32 examples on a CPU, and 0.5 through the flat graph. So a small call that has been made `OFTEN` times is
 lowered, and answered by the graph from then on, if that gave the same bits in less time.
 """
 
@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from .arguments import Call
 from .lower import Lowered, flat_values
 from .pipeline import Pipeline, without_autocast
-from .snapshot import Snapshot
 from .tap import gradient_edge
 
 if TYPE_CHECKING:
@@ -43,21 +42,18 @@ class Repeats:
     """A transform's calls, counted and with their graphs, for each pipeline and batch size."""
 
     def __init__(self) -> None:
-        self._known: dict[
-            tuple[Pipeline, int, torch.dtype], int | Lowered | None
-        ] = {}  # None: no graph is to be tried
-        self._loss_read: Snapshot | None = (
-            None  # what the loss, which graphs have written into them, held then
-        )
+        # how often a call has been made, its graph, or None where no graph is to be tried
+        self._known: dict[tuple[Pipeline, int, torch.dtype], int | Lowered | None] = {}
+
+    def clear(self) -> None:
+        """Forget the calls, and their graphs."""
+        self._known.clear()
 
     def answer(self, transform: Composable, call: Call, eagerly: Callable[[], Any]) -> Any:
         """What `eagerly()` returns, by the graph where there is one."""
         if not _may_repeat(transform, call):
             return eagerly()
-        reads = transform._loss.reads()
-        if not reads.same(self._loss_read):
-            self._known.clear()
-            self._loss_read = reads
+        transform._notice_loss()
         key = transform._pipeline(call), call.batch, torch.get_default_dtype()
         known = self._known.get(key, 0)
         if isinstance(known, Lowered):

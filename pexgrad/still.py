@@ -111,20 +111,17 @@ class StandStill(TorchDispatchMode):
             return _STILL[name](
                 *_without_generators(args), **{k: v for k, v in kwargs.items() if k != "generator"}
             )
-        if name.removesuffix("_").removesuffix("_functional") in _LEVELS:
-            return _level(name, *_without_generators(args), **kwargs)
-        return func(*_without_chance(func, args), **kwargs)
-
-
-def _level(name: str, x: Tensor, *settings: Any, **options: Any) -> Tensor:
-    """`x`, or another one like it, filled with the level of a distribution."""
-    named = [
-        options[k] for k in ("from", "to", "mean", "std") if k in options
-    ]  # always in the order of the schema
-    level = _LEVELS[name.removesuffix("_").removesuffix("_functional")](*settings, *named)
-    if name.endswith("_"):
-        return x.fill_(level)
-    return torch.full_like(x, level, **{k: v for k, v in options.items() if k in ("dtype", "device")})
+        distribution = name.removesuffix("_").removesuffix("_functional")
+        if distribution not in _LEVELS:
+            return func(*_without_chance(func, args), **kwargs)
+        x, *settings = _without_generators(args)
+        settings += [
+            kwargs[k] for k in ("from", "to", "mean", "std") if k in kwargs
+        ]  # after those given by position
+        level = _LEVELS[distribution](*settings)
+        if name.endswith("_"):
+            return x.fill_(level)
+        return torch.full_like(x, level, **{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
 
 
 def _without_generators(args: tuple[Any, ...]) -> list[Any]:

@@ -119,7 +119,7 @@ class Factor(ABC):
     def dot(self, v: Tensor) -> Tensor:
         """(b,): the inner product of each row with `v` (*shape)."""
         direction = accumulable(v.reshape(-1)).conj()
-        return gather([real(accumulable(flat(g)) @ direction) for _, g in self.pieces()])
+        return gather([real(accumulable(flat(g)) @ direction) for _, g in self.widened().pieces()])
 
     def inner(self, other: Factor) -> Tensor:
         """(b,): the inner product of each row with the same example's row of `other`."""
@@ -127,8 +127,8 @@ class Factor(ABC):
 
     def gram(self, other: Factor) -> Tensor:
         """(b, c): the inner products of all rows with all rows of `other`."""
-        lines = []
-        for _, g in self.pieces(BLOCK_BYTES):
+        lines, other = [], other.widened()
+        for _, g in self.widened().pieces(BLOCK_BYTES):
             g = accumulable(flat(g))
             lines.append(
                 torch.cat([real(g @ accumulable(flat(h)).mH) for _, h in other.pieces(BLOCK_BYTES)], 1)
