@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import fx
+
+from .views import shorten_views
 
 aten = torch.ops.aten
 
@@ -27,6 +30,7 @@ def make_portable(module: fx.GraphModule, *, differentiable: bool) -> None:
         elif node.target in _METHODS:
             node.op, node.target = "call_method", _METHODS[node.target]
     reshape_views(module)
+    shorten_views(graph)
     if not differentiable:
         _cut_gradients(graph)
     graph.lint()
@@ -111,6 +115,17 @@ def _same_as(node: fx.Node) -> Any:
 def _end_of(node: fx.Node) -> Any:
     sizes, dim = (node.args[1], node.args[2]) if node.target is aten.slice_backward.default else (None, 0)
     return None if sizes is None else sizes[dim]  # type: ignore[index]
+
+
+def without_cuts(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph for runs without autograd, where there is no gradient to be let through."""
+    plain = copy.deepcopy(module)
+    for node in plain.graph.nodes:
+        if node.target is aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            plain.graph.erase_node(node)
+    plain.recompile()
+    return plain
 
 
 def _cut_gradients(graph: fx.Graph) -> None:
