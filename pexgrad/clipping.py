@@ -36,6 +36,8 @@ class Clipping:
         if isinstance(self.max_norm, Mapping):
             if self.how != "flat":
                 raise InputError(f"max_norm by group and clip={self.how!r} exclude one another")
+            # a copy: the sensitivity that was accounted for stays what it is, whatever becomes of the user's dict
+            object.__setattr__(self, "max_norm", dict(self.max_norm))
             for pattern, bound in self.max_norm.items():
                 _check_bound(bound, f"max_norm[{pattern!r}]")
         elif callable(self.how):

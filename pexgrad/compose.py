@@ -29,7 +29,7 @@ from .lowered_module import with_arguments
 from .pipeline import Pipeline, without_autocast
 from .rebind import Bound
 from .repeats import Repeats
-from .snapshot import Snapshot
+from .snapshot import Snapshot, snapshot
 from .stacked import Stacked, is_random, run_stacked
 from .stacking import rule_for
 
@@ -128,7 +128,7 @@ class Composable:
         self._pipelines: dict[Any, list[Pipeline]] = {}
         self._kept_alive: list[list[Any]] = []  # what the keys of _pipelines identify
         self._lowered: dict[tuple[Pipeline, int], list[Lowered]] = {}
-        self._loss_read: Snapshot | None = None  # what the loss read when these were recorded
+        self._reads: list[Snapshot] = []  # what the user's functions read when these were recorded
         self._repeats = Repeats()
         self._by_structure: dict[nested.Structure, Self] = {}
         self._lock = TRACING
@@ -219,7 +219,7 @@ class Composable:
             )
         with self._lock:
             pipeline = self._pipeline(call)
-            self._notice_loss()
+            self._notice_reads()
             known = self._lowered.setdefault((pipeline, len(further)), [])
             for lowered in known:
                 if lowered.serves(call.batch):
@@ -228,13 +228,17 @@ class Composable:
             known.append(lower(pipeline, call, buffers, self._options, self._answer, further))
             return known[-1]
 
-    def _notice_loss(self) -> None:
-        """Forget the graphs, which have the loss written into them, where it holds or reads something else than it did."""
-        reads = self._loss.reads()
-        if not reads.same(self._loss_read):
+    def _notice_reads(self) -> None:
+        """Forget the graphs where a function of the user's that is written into them holds or reads something else."""
+        reads = [snapshot(function) for function in self._written_in()]
+        if not self._reads or not all(new.same(old) for new, old in zip(reads, self._reads, strict=True)):
             self._lowered.clear()
             self._repeats.clear()
-            self._loss_read = reads
+            self._reads = reads
+
+    def _written_in(self) -> list[Callable[..., Any]]:
+        """The user's functions that a recorded graph has written into it."""
+        return [self._loss.loss]
 
     def _through_graph(
         self, method: Callable[..., Any], params: Params, x: Any, y: Any, options: dict[str, Any]
@@ -338,7 +342,7 @@ _TRACED = (
     "_pipelines",
     "_kept_alive",
     "_lowered",
-    "_loss_read",
+    "_reads",
     "_repeats",
     "_by_structure",
     "_lock",

@@ -160,6 +160,8 @@ class Jacobian:
 
     def keep(self) -> Jacobian:
         """The same operator with rows built where a norm and a weighted sum together are cheaper from them."""
+        if isinstance(self.batch, torch.SymInt):  # what that is depends on the batch size
+            return self
         kept, left = [], KEEP_BYTES
         with self._mode():
             for term in sorted(self.terms, key=_row_bytes):
@@ -221,12 +223,17 @@ Use = tuple[Operand, Tensor, Factor, Window | None]
 
 
 def join_uses(uses: list[Use]) -> list[Term]:
-    """One term for each value and kind of factor: uses of one weight over time become one factor along time."""
+    """One term for each value and kind of factor: uses of one weight over time become one factor along time.
+
+    The list is emptied: a recurrent layer's cotangents of every step go as soon as they are joined.
+    """
     grouped: dict[int, list[Use]] = {}
     for use in uses:
         grouped.setdefault(id(use[1]), []).append(use)
+    uses.clear()
     terms = []
-    for same in grouped.values():
+    for key in list(grouped):
+        same = grouped.pop(key)
         operand, value, factor, window = same[0]
         if len(same) == 1:
             terms.append(Term(value, operand.params, window, factor))

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from . import trees
 from .compare import largest_error
 from .errors import LossError, MixedExamplesError
-from .snapshot import Snapshot, snapshot
 
 Loss = Callable[[Any, Any], Tensor]
 Slices = Callable[[int], Any]  # b -> the output of example b as a batch of one
@@ -136,10 +135,6 @@ class ExampleLosses:
     def __init__(self, loss: Loss):
         self.loss = loss
         self.vectorised = vectorised(loss)
-
-    def reads(self) -> Snapshot:
-        """What the loss holds and its code reads now, which a recorded graph has written into it."""
-        return snapshot(self.loss)
 
     def takes_batches(self, output: Any, slices: Slices, y: Any, batch: int) -> bool:
         """Whether the loss of a whole batch gives one value per example; decided on a batch of at least two."""

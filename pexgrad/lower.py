@@ -83,20 +83,20 @@ class Lowered:
 
 def lower(
     pipeline: Pipeline, call: Call, buffers: Sequence[Tensor], options: Options, answer: Answer,
-    further: Sequence[Tensor] = (),
+    further: Sequence[Tensor] = (), *, any_batch: bool = True,
 ) -> Lowered:  # fmt: skip
-    """The graph of a call, for every batch size if that is possible and for this one if not.
+    """The graph of a call, for every batch size if that is wanted and possible and for this one if not.
 
     `further` are (B, ...) tensors that the answer takes, and the graph after all others.
     """
     if options.create_graph:
         _refuse_stop_gradients(pipeline)
     _refuse_readings(pipeline)
-    try:
-        with _quiet():
+    lowered = None
+    if any_batch:
+        # some operations' shape functions take no symbolic size
+        with _quiet(), contextlib.suppress(TraceError):
             lowered = _record(pipeline, call, buffers, options, answer, further, symbolic=True)
-    except TraceError:  # some operations' shape functions take no symbolic size
-        lowered = None
     if lowered is None or not lowered.serves(call.batch):
         lowered = _record(pipeline, call, buffers, options, answer, further, symbolic=False)
     if options.verify:

@@ -95,9 +95,9 @@ class Pipeline:
 
     def jacobian(self, at: At, trainable: Sequence[str], options: Options) -> Jacobian:
         """Forward, cotangents and factors for one batch."""
-        losses, uses = self._evaluate(at, options)
+        losses, _, uses = self._evaluate(at, options)
         with torch.set_grad_enabled(options.create_graph):
-            terms = join_uses([use for _, use in uses])
+            terms = join_uses(uses)
         leaves = {k: at.params[k] for k in trainable}
         # a copy: losses may be the very memory of an output, and that of a parameter
         own = losses if options.create_graph else losses.detach().clone()
@@ -105,10 +105,10 @@ class Pipeline:
 
     def uses(self, at: At, options: Options) -> list[tuple[BoundSite, Operand, Factor]]:
         """Every use of every parameter, with its factor, for `explain`."""
-        _, uses = self._evaluate(at, options)
-        return [(site, operand, factor) for site, (operand, _, factor, _) in uses]
+        _, sites, uses = self._evaluate(at, options)
+        return [(site, operand, factor) for site, (operand, _, factor, _) in zip(sites, uses, strict=True)]
 
-    def _evaluate(self, at: At, options: Options) -> tuple[Tensor, list[tuple[BoundSite, FactorUse]]]:
+    def _evaluate(self, at: At, options: Options) -> tuple[Tensor, list[BoundSite], list[FactorUse]]:
         create_graph = options.create_graph
         forward = self.program.run([*at.params.values(), *at.buffers, *_inputs(at.x)])
         out, views = way_out(forward.outputs), [(t, t._version) for t in forward.outputs if t._is_view()]
@@ -120,14 +120,15 @@ class Pipeline:
                 "would go past the model's last operation; let the loss write into a copy, output.clone()"
             )
         grads = cotangents(forward, losses, out, self.sites, create_graph)
-        uses = []
+        sites, uses = [], []
         with torch.set_grad_enabled(create_graph), without_autocast(losses.device.type):
             for site in self.sites:
                 for operand, v, factor in factors(
                     site, forward, grads, at.batch, options.conv_rule, create_graph
                 ):
-                    uses.append((site, (operand, v, factor, self.windows[operand.node])))
-        return losses, uses
+                    sites.append(site)
+                    uses.append((operand, v, factor, self.windows[operand.node]))
+        return losses, sites, uses
 
     def vectorises(self, call: Call) -> bool:
         """Whether a call's losses are those of a loss of torch's, for the whole batch at once."""

@@ -337,7 +337,9 @@ class ClippedGrad(Transform):
     def __call__(self, params: Params, x: Any, y: Any = None, *, mask: Tensor | None = None) -> Clipped:
         call = self._check(params, x, y)
         if mask is None:
-            return self._sum(call)
+            if callable(self._clipping.how):  # it may do more than a recording of it, such as keep the norms
+                return self._sum(call)
+            return self._repeats.answer(self, call, lambda: self._sum(call))
         part = self._sum(call.chosen(mask))
         return Clipped(part.grads, _spread(part.norms, mask), _spread(part.losses, mask))
 
@@ -345,15 +347,17 @@ class ClippedGrad(Transform):
         grads: dict[str, Tensor] = {}
         norms, losses = [], []
         for _, jacobian in self._chunks(call):
-            jacobian = jacobian.keep()
-            weights, own = self._clipping.weights(jacobian)
-            for k, g in jacobian.vjp(weights).items():
+            part = self._answer(jacobian)
+            for k, g in part.grads.items():
                 grads[k] = grads[k] + g if k in grads else g
-            norms.append(own)
-            losses.append(jacobian.losses)
+            norms.append(part.norms)
+            losses.append(part.losses)
         if not norms:
             return Clipped(call.zeros(), call.no_numbers(), call.no_numbers())
         return Clipped(grads, torch.cat(norms), torch.cat(losses))
+
+    def _written_in(self) -> list[Callable[..., Any]]:
+        return [*super()._written_in(), *([self._clipping.how] if callable(self._clipping.how) else [])]
 
     def _check_mask(self, call: Call, mask: Tensor) -> None:
         super()._check_mask(call, mask)
@@ -363,7 +367,8 @@ class ClippedGrad(Transform):
                 'examples that do not count; use clip="flat", "per_parameter" or "automatic"'
             )
 
-    def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
+    def _answer(self, jacobian: Jacobian, *further: Tensor) -> Clipped:
+        jacobian = jacobian.keep()
         weights, norms = self._clipping.weights(jacobian)
         if not further:
             return Clipped(jacobian.vjp(weights), norms, jacobian.losses)

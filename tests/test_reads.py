@@ -305,6 +305,19 @@ def test_what_a_loss_reads(kind, through, monkeypatch):
     assert same == (kind == "reduction"), "of one example, the sum is the mean"
 
 
+def test_what_a_clip_function_reads():
+    model, x, y, bound = nn.Linear(4, 3), torch.randn(5, 4), torch.arange(5) % 3, [0.5]
+    fn = pexgrad.clipped_grad(model, clip=lambda norms: bound[0] / norms)
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    stacked = {k: torch.stack([p, p]) for k, p in params.items()}
+    before = torch.func.vmap(fn, in_dims=(0, None, None))(stacked, x, y).grads
+    bound[0] = 1.0
+    after = torch.func.vmap(fn, in_dims=(0, None, None))(stacked, x, y).grads
+    for k, g in fn(params, x, y).grads.items():
+        torch.testing.assert_close(after[k][1], g)
+        torch.testing.assert_close(2 * before[k][1], g)
+
+
 def test_a_counter_on_the_model_is_warned_of():
     model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.arange(5) % 3
     fn = pexgrad.per_example_grad(model)

@@ -58,7 +58,7 @@ class Outer(Factor):
         g, x = weighted_pair(self.g, self.x, weights)
         # (h, o, (b t)), (h, (b t), i)
         g, x = g.permute(2, 3, 0, 1).flatten(2), x.permute(2, 0, 1, 3).flatten(1, 2)
-        return torch.matmul(g, x).reshape(self.shape).to(self.dtype)
+        return torch.bmm(g, x).reshape(self.shape).to(self.dtype)
 
     def sum_squares(self) -> Tensor:
         if self.g.shape[1] > 1:
