@@ -131,9 +131,9 @@ class Pipeline:
         return losses, sites, uses
 
     def vectorises(self, call: Call) -> bool:
-        """Whether a call's losses are those of a loss of torch's, for the whole batch at once."""
-        if self.loss.vectorised is None or not self.outputs.plain():
-            return False
+        """Whether a call's losses are computed for the whole batch at once."""
+        if self.loss_takes_batches or self.loss.vectorised is None or not self.outputs.plain():
+            return self.loss_takes_batches
         outputs = self.program.run(
             [*call.params.values(), *call.module.buffers.values(), *_inputs(call.x)]
         ).outputs

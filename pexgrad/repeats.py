@@ -7,37 +7,29 @@ lowered, and answered by the graph from then on, if that gave the same bits in l
 
 from __future__ import annotations
 
-import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from .arguments import Call
 from .lower import Lowered, flat_values, lower
 from .pipeline import Pipeline, without_autocast
-from .portable import without_cuts
-from .tap import gradient_edge
+from .plain import is_plain, is_plain_loss
+from .portable import without_cuts, writing_rows
 
 if TYPE_CHECKING:
     from .compose import Composable
 
-aten = torch.ops.aten
+Buffers = Mapping[str, Tensor] | None
 
 OFTEN = 100  # lowering takes as long as some hundred calls
 SMALL = 1 << 26  # bytes of rows: beside larger ones Python is a small part
-# Of these a recording is the same computation. Others check values that a recording does not have, choose an algorithm
-# for the batch at hand, draw random numbers, or call code of the user's.
-PLAIN = frozenset({
-    aten.linear.default, aten.relu.default, aten.tanh.default, aten.sigmoid.default, aten.gelu.default, aten.silu.default,
-    aten.leaky_relu.default, aten.elu.default, aten.softplus.default, aten.layer_norm.default, aten.softmax.int,
-    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.flatten.using_ints, aten.view.default, aten.reshape.default,
-    aten.sym_size.int, operator.getitem, operator.mul, gradient_edge,
-})  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -52,27 +44,29 @@ class Repeats:
     """A transform's calls, counted and with their graphs, for each pipeline and batch size."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Pipeline, int, torch.dtype], _Repeated] = {}
+        self._known: dict[tuple[Pipeline, int, torch.dtype, bool], _Repeated] = {}
 
     def clear(self) -> None:
         """Forget the calls, and their graphs."""
         self._known.clear()
 
-    def answer(self, transform: Composable, call: Call, eagerly: Callable[[], Any]) -> Any:
-        """What `eagerly()` returns, by the graph where there is one."""
+    def answer(
+        self, transform: Composable, call: Call, eagerly: Callable[[], Any], out: Buffers = None
+    ) -> Any:
+        """What `eagerly()` returns, by the graph where there is one; either writes rows into `out` where that is given."""
         if not _may_repeat(transform, call):
             return eagerly()
         transform._notice_reads()
-        key = transform._pipeline(call), call.batch, torch.get_default_dtype()
+        key = transform._pipeline(call), call.batch, torch.get_default_dtype(), out is not None
         known = self._known.setdefault(key, _Repeated())
         if known.graph is not None:
-            return _run(known.graph, call)
+            return _run(known.graph, call, out)
         start = time.perf_counter()
         answer = eagerly()
         seconds = time.perf_counter() - start
         known.made += 1
         if known.made == OFTEN + 1:  # the only try
-            known.graph = _graph_as_good(transform, key[0], call, answer, seconds)
+            known.graph = _graph_as_good(transform, key[0], call, answer, out, seconds)
         return answer
 
 
@@ -82,20 +76,23 @@ def _may_repeat(transform: Composable, call: Call) -> bool:
     outside = (
         forward_ad._current_level < 0 and not call.module.buffers and not torch.is_autocast_enabled("cpu")
     )
-    return plain and outside and transform._loss.vectorised is not None and 0 < call.bytes_of_rows() <= SMALL
+    return plain and outside and is_plain_loss(transform._loss) and 0 < call.bytes_of_rows() <= SMALL
 
 
 def _graph_as_good(
-    transform: Composable, pipeline: Pipeline, call: Call, answer: Any, seconds: float
+    transform: Composable, pipeline: Pipeline, call: Call, answer: Any, out: Buffers, seconds: float
 ) -> Lowered | None:
     """The graph of a call that was answered in so many seconds, if it gives the same bits faster."""
     try:
-        if not _is_plain(pipeline) or not pipeline.vectorises(call):
+        if not is_plain(pipeline.program.module.graph) or not pipeline.vectorises(call):
             return None
         graph = _record(transform, pipeline, call)
-        if not _same_bits(_run(graph, call), answer):
+        if out is not None:
+            answer = pytree.tree_map(torch.clone, answer)
+            graph = replace(graph, module=writing_rows(graph.module, len(out)))
+        if not _same_bits(_run(graph, call, out), answer):
             return None
-        return graph if min(_seconds(graph, call) for _ in range(5)) < seconds else None
+        return graph if min(_seconds(graph, call, out) for _ in range(5)) < seconds else None
     except Exception:  # noqa: BLE001 - there is an answer, and whatever a graph fails of, the calls do without it
         return None
 
@@ -108,22 +105,16 @@ def _record(transform: Composable, pipeline: Pipeline, call: Call) -> Lowered:
     return replace(lowered, module=without_cuts(lowered.module))
 
 
-def _is_plain(pipeline: Pipeline) -> bool:
-    """Whether a model is made of operations of which a recording is the same computation."""
-    nodes = [n for n in pipeline.program.module.graph.nodes if n.op not in ("placeholder", "output")]
-    return all(n.target in PLAIN for n in nodes)
-
-
-def _seconds(graph: Lowered, call: Call) -> float:
+def _seconds(graph: Lowered, call: Call, out: Buffers) -> float:
     start = time.perf_counter()
-    _run(graph, call)
+    _run(graph, call, out)
     return time.perf_counter() - start
 
 
-def _run(graph: Lowered, call: Call) -> Any:
+def _run(graph: Lowered, call: Call, out: Buffers) -> Any:
     values = flat_values(call.params, [*call.module.buffers.values()], call.x, call.y)
     with torch.no_grad(), without_autocast(values[0].device.type):
-        return graph.run(values)
+        return graph.run([*values, *(out or {}).values()])
 
 
 def _same_bits(a: Any, b: Any) -> bool:

@@ -205,9 +205,8 @@ class PerExampleGrad(Transform):
         self, params: Params, x: Any, y: Any = None, *, out: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         call = self._check(params, x, y)
-        if out is not None:
-            return self._value_and_grad(call, out)[1]
-        return self._repeats.answer(self, call, lambda: self._value_and_grad(call)[1])
+        buffers = self._buffers(call, out)
+        return self._repeats.answer(self, call, lambda: self._value_and_grad(call, buffers)[1], buffers)
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.rows()
@@ -220,10 +219,12 @@ class PerExampleGrad(Transform):
     def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
         return [p.new_empty((batch, *p.shape), device=device) for p in entries]
 
+    def _buffers(self, call: Call, out: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+        return None if out is None else check_out(out, call, self._options.create_graph)
+
     def _value_and_grad(
-        self, call: Call, out: Mapping[str, Tensor] | None = None
+        self, call: Call, buffers: dict[str, Tensor] | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        buffers = None if out is None else check_out(out, call, self._options.create_graph)
         losses, rows = [], []
         for s, jacobian in self._chunks(call):
             losses.append(jacobian.losses)
@@ -243,9 +244,8 @@ class PerExampleValueAndGrad(PerExampleGrad):
         self, params: Params, x: Any, y: Any = None, *, out: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         call = self._check(params, x, y)
-        if out is not None:
-            return self._value_and_grad(call, out)
-        return self._repeats.answer(self, call, lambda: self._value_and_grad(call))
+        buffers = self._buffers(call, out)
+        return self._repeats.answer(self, call, lambda: self._value_and_grad(call, buffers), buffers)
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.losses, jacobian.rows()

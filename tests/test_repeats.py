@@ -118,6 +118,57 @@ def test_other_models(case):
         assert_rows_equal(fn(named(model), x, y), rows_of(model, loss, x, y))
 
 
+def in_module(output, y):
+    return torch.nn.functional.cross_entropy(output, y, reduction="none")
+
+
+def of_two_lines(output, y):
+    log = output.log_softmax(-1)
+    return F.nll_loss(log, y, reduction="none") + 0.1 * log.square().mean(1)
+
+
+def with_a_global(output, y):
+    return SCALE * F.cross_entropy(output, y, reduction="none")
+
+
+SCALE, seen = 1.0, []
+FEW_OPERATIONS = [
+    in_module,
+    of_two_lines,
+    lambda o, y: F.cross_entropy(o, y, reduction="none"),
+    lambda o, y: ((o - y.unsqueeze(1).float()) ** 2).sum(1),
+]
+MORE = [
+    with_a_global,
+    lambda o, y: (seen.append(1), F.cross_entropy(o, y, reduction="none"))[1],
+    lambda o, y: (print(end=""), F.cross_entropy(o, y, reduction="none"))[1],
+    lambda o, y: (o * F.one_hot(y, 3)).sum(1),
+    lambda o, y: (F.dropout(o) * o).sum(1),
+    lambda o, y: torch.stack([F.cross_entropy(a, b) for a, b in zip(o, y, strict=True)]),
+    lambda o, y: F.cross_entropy(o, y),
+    (lambda scale: lambda o, y: scale * o.sum(1))(2.0),
+]
+
+
+@pytest.mark.parametrize("loss", FEW_OPERATIONS)
+def test_losses_of_a_few_operations(loss):
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model, loss)
+    answers = [fn(params, x, y) for _ in range(4)]
+    assert len(graphs(fn)) == 1
+    assert all(same_bits(a, answers[0]) for a in answers)
+    assert_rows_equal(answers[3], rows_of(model, loss, x, y))
+
+
+@pytest.mark.parametrize("loss", MORE)
+def test_losses_that_may_do_more(loss):
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model, loss)
+    for _ in range(4):
+        fn(params, x, y)
+    assert not graphs(fn)
+
+
 def test_random_numbers_are_drawn_as_before():
     model, _, x, y = mlp()
     model = nn.Sequential(*model, nn.Dropout(0.5))
@@ -177,14 +228,36 @@ def test_what_fails_in_a_graph_is_answered_without_one(monkeypatch):
     assert not graphs(fn)
 
 
-def test_a_mask_and_a_buffer_for_rows():
+@pytest.mark.parametrize("name", ["rows", "value_and_grad"])
+@each(pick("layer_norm tied_embedding_and_head relu_and_residual_in_place frozen_backbone"))
+def test_rows_in_buffers(case, name):
+    model, x, y, loss = case.build()
+    params, fn = named(model), TRANSFORMS[name](model, loss)
+
+    def rows(answer):
+        return answer if name == "rows" else answer[1]
+
+    want = fn(params, x, y)
+    for _ in range(4):
+        buffers = {k: torch.full((len(r) + 1, *r.shape[1:]), float("nan")) for k, r in rows(want).items()}
+        got = fn(params, x, y, out=buffers)
+        assert same_bits(got, want)
+        assert all(rows(got)[k].data_ptr() == b.data_ptr() for k, b in buffers.items())
+        assert all(b[-1].isnan().all() for b in buffers.values())
+
+
+def test_buffers_of_any_strides():
     model, params, x, y = mlp()
     fn = pexgrad.per_example_grad(model)
-    for _ in range(3):
-        want = fn(params, x, y)
-    buffers = {k: torch.full_like(r, float("nan")) for k, r in want.items()}
-    got = fn(params, x, y, out=buffers)
-    assert same_bits(got, want) and all(got[k].data_ptr() == b.data_ptr() for k, b in buffers.items())
+    want = fn(params, x, y)
+    for _ in range(4):
+        buffers = {
+            k: torch.full_like(r, float("nan")).mT.contiguous().mT if r.dim() > 2 else r + 1
+            for k, r in want.items()
+        }
+        got = fn(params, x, y, out=buffers)
+        assert same_bits(got, want) and same_bits(buffers, want)
+    assert len(graphs(fn)) == 1
 
 
 def test_bad_targets_raise_what_they_raise():
