@@ -58,6 +58,22 @@ def test_conv1d_against_the_loop(stride, dilation, groups, rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_padding_beyond_half_the_kernel(n, dilation, rule):
+    """As in the paper's networks; part of it is then written into the input."""
+    make = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[n - 1]
+    layer = make(2, 3, (3, 2, 1)[:n], padding=3, dilation=dilation, stride=2)
+    x = torch.randn(3, 2, *[5] * n)
+    properties.check_against_the_loop(layer, x, conv_rule=rule)
+    properties.check_rows_sum_to_the_ordinary_gradient(layer, x)
+    params, c = dict(layer.named_parameters()), properties.cotangent_of(layer, x)
+    jacobian = pexgrad.per_example_jacobian(layer, properties.against)(params, x, c)
+    total = torch.autograd.grad(properties.against(layer(x), c).sum(), list(params.values()))
+    assert_rows_equal(jacobian.vjp(torch.ones(3)), dict(zip(params, total, strict=True)))
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("padding", [0, 2, (1, 2), "same", "valid"])
 @pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
 def test_conv2d_padding(padding, mode, rule):

@@ -36,8 +36,18 @@ class Work(NamedTuple):
     @property
     def channels(self) -> int:
         """Products of channels for each position and element of the kernel, in whole blocks; a colour image is not padded."""
-        inputs = self.inputs if self.inputs <= 4 and self.groups == 1 else _blocks(self.inputs)
+        inputs = self.inputs if self._of_colours else _blocks(self.inputs)
         return self.groups * _blocks(self.outputs) * inputs
+
+    @property
+    def ragged(self) -> bool:
+        """Whether channels do not fill half a block, for which the library has slower kernels."""
+        channels = [self.outputs] if self._of_colours else [self.outputs, self.inputs]
+        return any(n % (LANES // 2) for n in channels)
+
+    @property
+    def _of_colours(self) -> bool:
+        return self.inputs <= 4 and self.groups == 1
 
 
 def _blocks(n: int) -> int:
@@ -49,8 +59,8 @@ MANY = 1 << 22
 
 
 def amounts(work: Work, algorithm: str) -> tuple[float, ...]:
-    """Calls, multiplications, the same of channels in whole blocks, numbers in windows, those of images with many again,
-    numbers in rows, in x and g.
+    """Calls, multiplications, the same of channels in whole blocks and of ragged ones, numbers in windows, those of images
+    with many again, numbers in rows, in x and g.
     """
     images = work.examples * work.fold
     one = work.groups * work.outputs * work.inputs * work.kernel
@@ -61,6 +71,7 @@ def amounts(work: Work, algorithm: str) -> tuple[float, ...]:
         work.examples if algorithm == "loop" else images * work.groups if algorithm == "unfold" else 1,
         places * one,
         places * work.channels * work.kernel,
+        places * one * (work.ragged and algorithm in ("loop", "joint")),
         images * windows,
         images * windows * (windows > MANY),
         work.examples * one,

@@ -75,22 +75,26 @@ class Conv(Factor):
     def _one_by_one(self, out: Tensor | None) -> Tensor:
         """The library's own weight gradient, one example at a time."""
         rows = (weight_gradient(x, g, self.geometry, self.shape) for x, g in zip(self.x, self.g, strict=True))
-        if out is None:
-            return torch.stack(list(rows)).to(self.dtype) if self.batch else self._empty()
+        if not self._may_write() and self.batch:
+            return into(out, torch.stack(list(rows)).to(self.dtype))
+        out = self._empty() if out is None else out
         for own, row in zip(out, rows, strict=True):
             own.copy_(row)
         return out
 
     def _by_windows(self, out: Tensor | None) -> Tensor:
         """Windows of x times g, batched matrix products; a few examples at a time, so that the windows stay in cache."""
-        if is_recorded(self.g) or (
-            torch.is_grad_enabled() and (self.g.requires_grad or self.x.requires_grad)
-        ):
+        if not self._may_write():
             return into(out, self.unfolded().rows())
         out = self._empty() if out is None else out
         for s in self.slices(self._unfolded_bytes()):
             self.take(s).unfolded().rows(out[s])
         return out
+
+    def _may_write(self) -> bool:
+        """Whether rows may be made in place: neither written down as a graph nor differentiated again."""
+        differentiable = torch.is_grad_enabled() and (self.g.requires_grad or self.x.requires_grad)
+        return not is_recorded(self.g) and not differentiable
 
     def _empty(self) -> Tensor:
         return self.g.new_empty(self.batch, *self.shape, dtype=self.dtype)

@@ -94,10 +94,21 @@ def weight_gradient(x: Tensor, g: Tensor, geometry: Geometry, shape: tuple[int, 
         (a, b), (c, d) = (torch.view_as_real(v.resolve_conj()).unbind(-1) for v in (x, g))
         w = lambda x, g: weight_gradient(x, g, geometry, shape)  # noqa: E731
         return torch.complex(w(a, c) - w(b, d), w(a, d) + w(b, c))
+    x, geometry = _with_padding_in_memory(x, geometry)
     return torch.ops.aten.convolution_backward(
         g, x, x.new_empty(shape), None, geometry.stride, geometry.padding, geometry.dilation, False,
         [0] * len(geometry.kernel), geometry.groups, (False, True, False),
     )[1]  # fmt: skip
+
+
+def _with_padding_in_memory(x: Tensor, geometry: Geometry) -> tuple[Tensor, Geometry]:
+    """Padding beyond half the kernel as zeros in x: with more, oneDNN's weight gradient takes half as long again."""
+    if x.device.type != "cpu":
+        return x, geometry
+    reach = zip(geometry.padding, geometry.kernel, geometry.dilation, strict=True)
+    wide = tuple(max(0, p - e * (k - 1) // 2) for p, k, e in reach)
+    left = tuple(p - w for p, w in zip(geometry.padding, wide, strict=True))
+    return pad(x, wide), replace(geometry, padding=left)
 
 
 # --- convolutions that give every example's gradient: x (b, c, *s), g (b, d, *s') -> (b, d, c/groups, *kernel) --------
