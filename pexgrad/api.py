@@ -134,7 +134,7 @@ def clipped_grad(
         model: as for `per_example_grad`.
         loss: as for `per_example_grad`.
         max_norm: the bound C, in the units of the gradient; or a dict from groups of parameters (a name, a module's path or
-            a pattern such as `"*.bias"`) to a bound for each.
+            a pattern such as `"*.bias"`) to a bound for each, of which it keeps a copy.
         clip: `"flat"` (one norm over all parameters), `"per_parameter"` (C / sqrt(n) for each of n), `"automatic"` (AUTO-S, Bu et
             al. 2022: normalise instead of clipping), or a function from norms (B,) to weights (B,).
         **options: as for `per_example_grad`.

@@ -52,7 +52,9 @@ def _names_only_torch(function: Callable[..., Any]) -> bool:
     if type(function) is not FunctionType or function.__closure__:
         return False
     code, values = function.__code__, function.__globals__
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     modules = {name for name in code.co_names if any(values.get(name) is m for m in _MODULES)}
     named = set(code.co_names) - modules
     inner = any(isinstance(c, type(code)) for c in code.co_consts)
-    return named <= _NAMES and not named & values.keys() and not inner
+    plain = all(isinstance(v, int | float | str | None) for v in defaults)
+    return named <= _NAMES and not named & values.keys() and plain and not inner

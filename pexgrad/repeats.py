@@ -88,8 +88,10 @@ def _graph_as_good(
             return None
         graph = _record(transform, pipeline, call)
         if out is not None:
-            answer = pytree.tree_map(torch.clone, answer)
             graph = replace(graph, module=writing_rows(graph.module, len(out)))
+            out = {
+                k: torch.empty_like(rows) for k, rows in out.items()
+            }  # the user's are the answer, and stay it
         if not _same_bits(_run(graph, call, out), answer):
             return None
         return graph if min(_seconds(graph, call, out) for _ in range(5)) < seconds else None

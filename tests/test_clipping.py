@@ -232,6 +232,16 @@ def test_groups_with_bounds_of_their_own(groups):
     assert fn.sensitivity == pytest.approx((0.3**2 + 0.5**2) ** 0.5)
 
 
+def test_bounds_stay_what_the_sensitivity_says():
+    model, x, y, _ = problem()
+    bounds = {"0": 0.3, "2": 0.5}
+    fn = pexgrad.clipped_grad(model, max_norm=bounds)
+    want, sensitivity = fn(named(model), x, y).grads, fn.sensitivity
+    bounds["0"] = 100.0
+    assert_rows_equal(fn(named(model), x, y).grads, want)
+    assert fn.sensitivity == sensitivity
+
+
 def test_automatic_normalises():
     model, x, y, rows = problem()
     fn = pexgrad.clipped_grad(model, max_norm=2.0, clip="automatic")

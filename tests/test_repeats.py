@@ -136,9 +136,11 @@ FEW_OPERATIONS = [
     in_module,
     of_two_lines,
     lambda o, y: F.cross_entropy(o, y, reduction="none"),
-    lambda o, y: ((o - y.unsqueeze(1).float()) ** 2).sum(1),
+    lambda o, y, scale=0.5: (scale * (o - y.unsqueeze(1).float()) ** 2).sum(1),
 ]
 MORE = [
+    lambda o, y, f=in_module: f(o, y),
+    lambda o, y, *, f=in_module: f(o, y),
     with_a_global,
     lambda o, y: (seen.append(1), F.cross_entropy(o, y, reduction="none"))[1],
     lambda o, y: (print(end=""), F.cross_entropy(o, y, reduction="none"))[1],
@@ -244,6 +246,18 @@ def test_rows_in_buffers(case, name):
         assert same_bits(got, want)
         assert all(rows(got)[k].data_ptr() == b.data_ptr() for k, b in buffers.items())
         assert all(b[-1].isnan().all() for b in buffers.values())
+
+
+def test_a_graph_that_is_wrong_leaves_the_buffers_alone(monkeypatch):
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    want = fn(params, x, y)
+    run = repeats._run
+    monkeypatch.setattr(repeats, "_run", lambda *args: {k: r.add_(1) for k, r in run(*args).items()})
+    for _ in range(3):
+        buffers = {k: torch.full_like(r, float("nan")) for k, r in want.items()}
+        assert same_bits(fn(params, x, y, out=buffers), want)
+    assert not graphs(fn)
 
 
 def test_buffers_of_any_strides():
