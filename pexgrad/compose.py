@@ -29,7 +29,7 @@ from .lowered_module import with_arguments
 from .pipeline import Pipeline, without_autocast
 from .rebind import Bound
 from .repeats import Repeats
-from .snapshot import Snapshot, snapshot
+from .snapshot import Held, Place, Snapshot, snapshot
 from .stacked import Stacked, is_random, run_stacked
 from .stacking import rule_for
 
@@ -128,7 +128,8 @@ class Composable:
         self._pipelines: dict[Any, list[Pipeline]] = {}
         self._kept_alive: list[list[Any]] = []  # what the keys of _pipelines identify
         self._lowered: dict[tuple[Pipeline, int], list[Lowered]] = {}
-        self._reads: list[Snapshot] = []  # what the user's functions read when these were recorded
+        # what the user's functions read when these were recorded, and the tensors among it as they were
+        self._reads: list[tuple[Snapshot, dict[Place, Held]]] | None = None
         self._repeats = Repeats()
         self._by_structure: dict[nested.Structure, Self] = {}
         self._lock = TRACING
@@ -229,12 +230,20 @@ class Composable:
             return known[-1]
 
     def _notice_reads(self) -> None:
-        """Forget the graphs where a function of the user's that is written into them holds or reads something else."""
+        """Forget the graphs where a function of the user's that is written into them holds or reads something else.
+
+        A tensor is in a graph itself, whatever its numbers become, unless Python code took one out of it.
+        """
         reads = [snapshot(function) for function in self._written_in()]
-        if not self._reads or not all(new.same(old) for new, old in zip(reads, self._reads, strict=True)):
+        same = self._reads is not None and all(
+            new.same(old) for new, (old, _) in zip(reads, self._reads, strict=True)
+        )
+        if same and any(graph.reads_numbers for known in self._lowered.values() for graph in known):
+            same = all(new.holds(tensors) for new, (_, tensors) in zip(reads, self._reads or [], strict=True))
+        if not same:
             self._lowered.clear()
             self._repeats.clear()
-            self._reads = reads
+            self._reads = [(found, found.contents()) for found in reads]
 
     def _written_in(self) -> list[Callable[..., Any]]:
         """The user's functions that a recorded graph has written into it."""

@@ -36,6 +36,7 @@ from .compare import largest_error
 from .errors import TraceError, VerificationError
 from .fakes import TRACING, computes_metadata, fake, fake_batch
 from .flow import operation
+from .numbers import noting_numbers
 from .pipeline import At, Pipeline
 from .portable import make_portable, reshape_views, without_checks
 from .still import StandStill
@@ -58,6 +59,7 @@ class Lowered:
     spec: pytree.TreeSpec  # of the result
     guards: tuple[sympy.Basic, ...]
     batch: sympy.Symbol | int
+    reads_numbers: bool  # whether Python code took numbers out of constants
 
     def serves(self, batch: int) -> bool:
         """Whether the graph is right for this batch size."""
@@ -183,7 +185,9 @@ def _record(
         leaves, found["spec"] = pytree.tree_flatten(answer(jacobian, *flat[len(flat) - len(further) :]))
         return leaves
 
-    module = _make_graph(run, fakes)
+    numbers: list[None] = []
+    with noting_numbers(lambda: numbers.append(None)):
+        module = _make_graph(run, fakes)
     without_checks(module)
     reshape_views(module)
     if any(map(_writes, module.graph.nodes)):
@@ -192,8 +196,8 @@ def _record(
         module = _make_graph(functional, [t.detach() for t in fakes])
     make_portable(module, differentiable=options.create_graph)
     if symbol is None:
-        return Lowered(module, found["spec"], (), int(batch))
-    return Lowered(module, found["spec"], tuple(_guards(env, symbol)), symbol)
+        return Lowered(module, found["spec"], (), int(batch), bool(numbers))
+    return Lowered(module, found["spec"], tuple(_guards(env, symbol)), symbol, bool(numbers))
 
 
 def _guards(env: ShapeEnv, batch: sympy.Symbol) -> Iterator[sympy.Basic]:

@@ -131,13 +131,12 @@ class Pipeline:
         return losses, sites, uses
 
     def vectorises(self, call: Call) -> bool:
-        """Whether a call's losses are computed for the whole batch at once."""
-        if self.loss_takes_batches or self.loss.vectorised is None or not self.outputs.plain():
-            return self.loss_takes_batches
-        outputs = self.program.run(
-            [*call.params.values(), *call.module.buffers.values(), *_inputs(call.x)]
-        ).outputs
-        return self.loss.vectorised(self.outputs.whole(outputs), call.y) is not None
+        """Whether a call's losses are computed from one tensor, for the whole batch at once."""
+        values = [*call.params.values(), *call.module.buffers.values(), *_inputs(call.x)]
+        output = self.outputs.whole(self.program.run(values).outputs)
+        if self.loss.vectorised is None or not self.outputs.plain():
+            return self.loss_takes_batches and type(output) is Tensor
+        return self.loss_takes_batches or self.loss.vectorised(output, call.y) is not None
 
     def losses(self, tensors: list[Tensor], y: Any, batch: int) -> Tensor:
         """(B,) losses from the tensors of the model's output."""

@@ -6,9 +6,11 @@ or call code of the user's. Other losses may do more than operations: keep a num
 
 from __future__ import annotations
 
+import dis
+import functools
 import operator
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -27,14 +29,29 @@ _OPERATIONS = frozenset({
     aten.sym_size.int, operator.getitem, operator.mul, gradient_edge,
 })  # fmt: skip
 
-# what the code of a loss may name, as functions of torch and methods of its tensors
+# Of the user's own losses, those of straight code: no branches, loops, handlers, imports, and nothing stored but local names.
+_INSTRUCTIONS = (
+    "LOAD_FAST",
+    "STORE_FAST",
+    "LOAD_CONST",
+    "LOAD_SMALL_INT",
+    "BINARY_",
+    "UNARY_",
+    "CALL",
+    "RETURN_",
+)
+_MACHINERY = frozenset({
+    "RESUME", "NOP", "CACHE", "PRECALL", "KW_NAMES", "PUSH_NULL", "POP_TOP", "COPY", "SWAP", "EXTENDED_ARG", "BUILD_TUPLE",
+    "ROT_TWO", "ROT_THREE", "DUP_TOP", "COMPARE_OP",
+})  # fmt: skip
+_MODULES = (torch, nn, F)
+# functions of torch and methods of its tensors that change nothing, draw nothing, and check no values but in their kernels
 _NAMES = frozenset({
     "nn", "functional", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "soft_margin_loss",
     "log_softmax", "softmax", "logsigmoid", "sigmoid", "softplus", "tanh", "relu", "exp", "square", "abs",
     "sum", "mean", "view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "permute", "shape", "size", "float",
 })  # fmt: skip
-_MODULES = (torch, nn, F)
 
 
 def is_plain(graph: fx.Graph) -> bool:
@@ -44,17 +61,29 @@ def is_plain(graph: fx.Graph) -> bool:
 
 
 def is_plain_loss(losses: ExampleLosses) -> bool:
-    """Whether a loss is torch's own, or a function whose code names nothing but operations of torch's."""
-    return losses.vectorised is not None or _names_only_torch(losses.loss)
+    """Whether a loss is torch's own, or straight code that calls nothing but such functions on plain tensors."""
+    return losses.vectorised is not None or _is_straight(losses.loss)
 
 
-def _names_only_torch(function: Callable[..., Any]) -> bool:
+def _is_straight(function: Callable[..., Any]) -> bool:
     if type(function) is not FunctionType or function.__closure__:
         return False
-    code, values = function.__code__, function.__globals__
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    modules = {name for name in code.co_names if any(values.get(name) is m for m in _MODULES)}
-    named = set(code.co_names) - modules
-    inner = any(isinstance(c, type(code)) for c in code.co_consts)
-    plain = all(isinstance(v, int | float | str | None) for v in defaults)
-    return named <= _NAMES and not named & values.keys() and plain and not inner
+    constant = all(type(v) in (int, float, bool, str, type(None)) for v in defaults)
+    modules = {name for name, v in function.__globals__.items() if any(v is m for m in _MODULES)}
+    return constant and _instructions_allow(function.__code__, frozenset(modules))
+
+
+@functools.lru_cache(maxsize=256)
+def _instructions_allow(code: CodeType, modules: frozenset[str]) -> bool:
+    return all(_is_allowed(i, modules) for i in dis.get_instructions(code))
+
+
+def _is_allowed(instruction: dis.Instruction, modules: frozenset[str]) -> bool:
+    name, argument = instruction.opname, instruction.argval
+    if name.startswith("LOAD_GLOBAL"):
+        return argument in modules
+    if name.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+        return argument in _NAMES
+    in_place = name == "BINARY_OP" and instruction.argrepr.endswith("=")
+    return (name.startswith(_INSTRUCTIONS) or name in _MACHINERY) and not in_place

@@ -84,6 +84,10 @@ class Reader:
         self.was_asked = False  # for any number, constants' included
         self.fixed_at = ""  # the last line that asked for the batch size itself, or compared it with a number
 
+    def note(self) -> None:
+        """Remember that some number was taken out of a tensor."""
+        self.was_asked = True
+
     def answer(self, asked: sympy.Basic, kind: type[Answer]) -> Answer | None:
         """The answer; None where it is not for numbers read from tensors that are asked."""
         symbols = asked.free_symbols - {self.batch}

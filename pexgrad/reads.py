@@ -22,8 +22,8 @@ Reads = list[tuple[Any, Any]]
 # what a class or an object has by name and nothing else looks into
 _PLAIN = (int, float, complex, str, bytes, type(None), list, tuple, set, dict, torch.Tensor, torch.nn.Module)
 
-_names: weakref.WeakKeyDictionary[FunctionType, frozenset[str]] = weakref.WeakKeyDictionary()
-_parts: weakref.WeakKeyDictionary[type, tuple[list[type], list[FunctionType]]] = weakref.WeakKeyDictionary()
+_names: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, frozenset[str]]] = weakref.WeakKeyDictionary()
+_own: weakref.WeakKeyDictionary[type, list[type]] = weakref.WeakKeyDictionary()
 
 
 def of_function(function: FunctionType | MethodType) -> Reads:
@@ -45,16 +45,17 @@ def of_function(function: FunctionType | MethodType) -> Reads:
 
 
 def of_class(kind: type) -> Reads:
-    """What the methods of a class read, and its plain attributes; nothing for a library's."""
-    if kind not in _parts:
-        own = [c for c in kind.__mro__ if not is_installed(_file_of(c))]
-        held = [getattr(v, "__func__", v) for c in own for v in vars(c).values()]
-        _parts[kind] = own, [f for f in held if isinstance(f, FunctionType)]
-    own, methods = _parts[kind]
-    plain = [
-        (k, v) for c in own for k, v in vars(c).items() if isinstance(v, _PLAIN) and not k.startswith("__")
+    """The methods of a class, and its plain attributes; nothing for a library's."""
+    if kind not in _own:
+        _own[kind] = [c for c in kind.__mro__ if not is_installed(_file_of(c))]
+    held = [
+        (k, getattr(v, "__func__", getattr(v, "fget", v))) for c in _own[kind] for k, v in vars(c).items()
     ]
-    return plain + [read for f in methods for read in of_function(f)]
+    return [
+        (k, v)
+        for k, v in held
+        if isinstance(v, FunctionType) or (isinstance(v, _PLAIN) and not k.startswith("__"))
+    ]
 
 
 def _named(name: str, value: Any, names: frozenset[str]) -> Reads:
@@ -94,10 +95,12 @@ def _methods(kind: type, names: frozenset[str]) -> tuple[Reads, frozenset[str]]:
 
 def _names_in(function: FunctionType) -> frozenset[str]:
     """The names of globals and attributes in a function's code; none for a library's."""
-    if function not in _names:
-        library = is_installed(function.__code__.co_filename)
-        _names[function] = frozenset() if library else frozenset(_all_names(function.__code__))
-    return _names[function]
+    code = function.__code__
+    known = _names.get(function)
+    if known is None or known[0] is not code:  # a notebook that reloads code gives a function another
+        library = is_installed(code.co_filename)
+        known = _names[function] = code, frozenset() if library else frozenset(_all_names(code))
+    return known[1]
 
 
 def _all_names(code: CodeType) -> Iterator[str]:

@@ -13,15 +13,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from . import trees
 from .arguments import Call
 from .lower import Lowered, flat_values, lower
 from .pipeline import Pipeline, without_autocast
 from .plain import is_plain, is_plain_loss
-from .portable import without_cuts, writing_rows
+from .running import without_cuts, writing_rows
 
 if TYPE_CHECKING:
     from .compose import Composable
@@ -56,9 +57,10 @@ class Repeats:
         """What `eagerly()` returns, by the graph where there is one; either writes rows into `out` where that is given."""
         if not _may_repeat(transform, call):
             return eagerly()
-        transform._notice_reads()
-        key = transform._pipeline(call), call.batch, torch.get_default_dtype(), out is not None
-        known = self._known.setdefault(key, _Repeated())
+        with transform._lock:
+            transform._notice_reads()
+            key = transform._pipeline(call), call.batch, torch.get_default_dtype(), out is not None
+            known = self._known.setdefault(key, _Repeated())
         if known.graph is not None:
             return _run(known.graph, call, out)
         start = time.perf_counter()
@@ -71,12 +73,18 @@ class Repeats:
 
 
 def _may_repeat(transform: Composable, call: Call) -> bool:
-    options = transform._options
+    options, device = transform._options, next(iter(call.params.values())).device.type
     plain = options.strategy == "crb" and not options.create_graph and options.chunk_size is None
-    outside = (
-        forward_ad._current_level < 0 and not call.module.buffers and not torch.is_autocast_enabled("cpu")
-    )
-    return plain and outside and is_plain_loss(transform._loss) and 0 < call.bytes_of_rows() <= SMALL
+    outside = forward_ad._current_level < 0 and not torch.is_autocast_enabled(device)
+    small = 0 < call.bytes_of_rows() <= SMALL
+    return plain and outside and small and is_plain_loss(transform._loss) and _is_of_tensors(call)
+
+
+def _is_of_tensors(call: Call) -> bool:
+    """Whether a call takes parameters and tensors of no special kind, and nothing else that could change in place."""
+    x, _ = trees.flatten(trees.as_call(call.x))
+    values = [*call.params.values(), *x, *([] if call.y is None else [call.y])]
+    return not call.module.buffers and all(type(v) in (Tensor, nn.Parameter) for v in values)
 
 
 def _graph_as_good(
@@ -114,7 +122,7 @@ def _seconds(graph: Lowered, call: Call, out: Buffers) -> float:
 
 
 def _run(graph: Lowered, call: Call, out: Buffers) -> Any:
-    values = flat_values(call.params, [*call.module.buffers.values()], call.x, call.y)
+    values = flat_values(call.params, [], call.x, call.y)
     with torch.no_grad(), without_autocast(values[0].device.type):
         return graph.run([*values, *(out or {}).values()])
 

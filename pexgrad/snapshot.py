@@ -159,6 +159,8 @@ def _note(items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int]) -> 
             found.references.append(value)
         else:
             seen.add(id(value))
+            if kind is FunctionType:
+                found.references.append(value.__code__)
             anew = isinstance(value, (*_CONTAINERS, MethodType))  # may be another object for the same thing
             found.references.append(kind if anew else value)
             _note(inside, found, seen)

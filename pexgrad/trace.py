@@ -18,19 +18,19 @@ from unittest import mock
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from . import trees
 from .decompositions import DECOMPOSITIONS
 from .disguise import disguised
 from .errors import ANY_MODEL, PexgradError, TraceError
 from .fakes import HINT, TRACING, computes_metadata, fake, fake_batch
+from .numbers import noting_numbers
 from .opaque import opaque_functions, traced_data, traced_hooks
 from .readings import Answer, Reader, Reading, Values, answering, holds
 from .rebind import Bound
@@ -206,43 +206,21 @@ def _tracing(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
         torch.backends.opt_einsum.flags(enabled=False),  # its search for a path fixes every size
         mock.patch.object(builtins, "len", _traced_len(builtins.len)),
         mock.patch.object(nn.Module, "_apply", _apply),
-        mock.patch.object(Tensor, "tolist", _noting_reads(Tensor.tolist, reader)),
-        mock.patch.object(Tensor, "numpy", _noting_reads(Tensor.numpy, reader)),
+        noting_numbers(reader.note),
         mock.patch.object(PythonKeyTracer, "create_node", _noting_source(PythonKeyTracer.create_node)),
-        mock.patch.object(
-            proxy_tensor, "proxy_call", _noting_calls(proxy_tensor.proxy_call, running, reader)
-        ),
+        mock.patch.object(proxy_tensor, "proxy_call", _noting_depth(proxy_tensor.proxy_call, running)),
         mock.patch.object(SymNode, "bool_", _noting_branches(SymNode.bool_, batch, branches, running)),
     ):
         yield branches
 
 
-def _noting_reads(read: Callable[..., Any], reader: Reader) -> Callable[..., Any]:
-    """A method that gives Python numbers without an operation."""
+def _noting_depth(call: Callable[..., Any], running: list[None]) -> Callable[..., Any]:
+    """Note how deep operations are in one another."""
 
-    def noted(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        reader.was_asked = True
-        if isinstance(self, FakeTensor):
-            return read(self, *args, **kwargs)
-        with _disable_current_modes():  # under which `numpy` would read the memory of a fake
-            return read(self, *args, **kwargs)
-
-    return noted
-
-
-aten = torch.ops.aten
-# operations that give Python a number
-_NUMBERS = {aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
-
-
-def _noting_calls(call: Callable[..., Any], running: list[None], reader: Reader) -> Callable[..., Any]:
-    """Note how deep operations are in one another, and that one gives Python a number."""
-
-    def noted(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        reader.was_asked |= func in _NUMBERS
+    def noted(*args: Any, **kwargs: Any) -> Any:
         running.append(None)
         try:
-            return call(mode, func, *args, **kwargs)
+            return call(*args, **kwargs)
         finally:
             running.pop()
 

@@ -17,6 +17,7 @@ aten = torch.ops.aten
 # a reshape may copy; the others never do
 _ORDERLY = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
 _PERMUTATIONS = (aten.permute.default, aten.transpose.int, aten.t.default)
+_VIEWS = (*_ORDERLY, *_PERMUTATIONS, aten.select.int)
 
 
 def shorten_views(graph: fx.Graph) -> None:
@@ -29,6 +30,9 @@ def shorten_views(graph: fx.Graph) -> None:
         if shorter is not None:
             node.replace_all_uses_with(shorter)
             _erase_unused(node)
+    for node in reversed(list(graph.nodes)):
+        if node.target == "size" and not node.users:
+            graph.erase_node(node)
 
 
 def _shorter(graph: fx.Graph, node: fx.Node, sizes: dict[Any, fx.Node]) -> fx.Node | None:
@@ -78,7 +82,7 @@ def _instead(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...])
 def _operand(node: fx.Node) -> fx.Node | None:
     """The tensor that a node is a view of; None where it is no view of one whose shape is known."""
     operand = node.args[0] if node.args else None
-    views = node.target in (*_ORDERLY, *_PERMUTATIONS, aten.select.int)
+    views = node.target in _VIEWS
     known = isinstance(operand, fx.Node) and "val" in operand.meta and "val" in node.meta
     return operand if views and known else None  # pyright: ignore[reportReturnType]
 

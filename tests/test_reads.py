@@ -318,6 +318,73 @@ def test_what_a_clip_function_reads():
         torch.testing.assert_close(2 * before[k][1], g)
 
 
+@pytest.mark.parametrize("read", [float, lambda t: 2.0 if t > 2 else 1.0])
+@pytest.mark.parametrize("where", ["loss", "clip"])
+def test_numbers_that_a_loss_or_a_clip_function_takes_out_of_a_tensor(read, where):
+    model, x, y, flag = nn.Linear(4, 3), torch.randn(5, 4), torch.arange(5) % 3, torch.tensor(1.0)
+    loss = lambda o, y: read(flag) * F.cross_entropy(o, y, reduction="none")  # noqa: E731
+    clip = lambda norms: torch.full_like(norms, read(flag))  # noqa: E731
+    fn = (
+        pexgrad.clipped_grad(model, clip=clip)
+        if where == "clip"
+        else pexgrad.clipped_grad(model, loss, clip=torch.ones_like)
+    )
+    stacked = {k: torch.stack([p.detach()] * 2) for k, p in model.named_parameters()}
+    for value in (1.0, 4.0):
+        flag.fill_(value)
+        got = torch.func.vmap(fn, in_dims=(0, None, None))(stacked, x, y).grads
+        for k, g in fn(dict(model.named_parameters()), x, y).grads.items():
+            torch.testing.assert_close(got[k][1], g)
+
+
+def test_code_that_is_reloaded():
+    """As notebooks do: a function gets other code, a class another method."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.scaled(self.lin(x))
+
+        def scaled(self, h):
+            return h
+
+    def doubled(self, h):
+        return 2 * h
+
+    def tripled(self, h):
+        return 3 * h
+
+    model, x, y = Net(), torch.randn(5, 4), torch.arange(5) % 3
+    params, fn = dict(model.named_parameters()), pexgrad.per_example_grad(model)
+    assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+    Net.scaled.__code__ = doubled.__code__
+    assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+    Net.scaled = tripled
+    assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+    assert fn.trace_count == 3
+
+
+def test_a_loss_whose_code_is_reloaded(monkeypatch):
+    monkeypatch.setattr(pexgrad.repeats, "OFTEN", 1)
+    monkeypatch.setattr(pexgrad.repeats, "_seconds", lambda *_: 0.0)
+
+    def loss(o, y):
+        return F.cross_entropy(o, y, reduction="none")
+
+    def doubled(o, y):
+        return 2 * F.cross_entropy(o, y, reduction="none")
+
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.arange(5) % 3
+    fn = pexgrad.per_example_grad(model, loss)
+    for code in (loss.__code__, doubled.__code__):
+        loss.__code__ = code
+        for _ in range(4):
+            assert_rows_equal(fn(dict(model.named_parameters()), x, y), rows_of(model, loss, x, y))
+
+
 def test_a_counter_on_the_model_is_warned_of():
     model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.arange(5) % 3
     fn = pexgrad.per_example_grad(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn as nn
@@ -12,7 +14,8 @@ from test_lower import TRANSFORMS, mlp, named
 from torch.utils._pytree import tree_leaves
 
 import pexgrad
-from pexgrad import repeats
+from pexgrad import plain, repeats
+from pexgrad.loss import ExampleLosses
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -149,7 +152,40 @@ MORE = [
     lambda o, y: torch.stack([F.cross_entropy(a, b) for a, b in zip(o, y, strict=True)]),
     lambda o, y: F.cross_entropy(o, y),
     (lambda scale: lambda o, y: scale * o.sum(1))(2.0),
+    lambda o, y: sum(o.transpose(0, 1)),
+    lambda o, y: o.exp().sum(1) if o.shape[1] > 1 else o.sum(1),
 ]
+
+
+def tolerant(output, y):
+    try:
+        return F.cross_entropy(output, y, reduction="none")
+    except:  # noqa: E722
+        return output.sum(1)
+
+
+def storing(output, y):
+    y.mean = output.mean()
+    return F.cross_entropy(output, y, reduction="none")
+
+
+def writing(output, y):
+    y[:] = 0
+    return F.cross_entropy(output, y, reduction="none")
+
+
+def adding(output, y):
+    output += 1
+    return F.cross_entropy(output, y, reduction="none")
+
+
+def importing(output, y):
+    from functional import exp  # pyright: ignore[reportMissingImports]
+
+    return exp(output).sum(1)
+
+
+MORE += [tolerant, storing, writing, adding]
 
 
 @pytest.mark.parametrize("loss", FEW_OPERATIONS)
@@ -162,6 +198,10 @@ def test_losses_of_a_few_operations(loss):
     assert_rows_equal(answers[3], rows_of(model, loss, x, y))
 
 
+def test_code_that_imports_is_not_plain():
+    assert not plain.is_plain_loss(ExampleLosses(importing))
+
+
 @pytest.mark.parametrize("loss", MORE)
 def test_losses_that_may_do_more(loss):
     model, params, x, y = mlp()
@@ -169,6 +209,63 @@ def test_losses_that_may_do_more(loss):
     for _ in range(4):
         fn(params, x, y)
     assert not graphs(fn)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss,
+        lambda weight, reduction: functools.partial(F.cross_entropy, weight=weight, reduction=reduction),
+    ],
+)
+def test_class_weights_changed_in_place(name, loss):
+    model, params, x, y = mlp()
+    weight = torch.ones(3)
+    fn = TRANSFORMS[name](model, loss(weight=weight, reduction="sum"))
+    for scale in (1.0, 3.0):
+        weight.fill_(scale)
+        for _ in range(4):
+            got = fn(params, x, y)
+        fresh = TRANSFORMS[name](model, loss(weight=weight, reduction="sum"))(params, x, y)
+        for a, b in zip(tree_leaves(got), tree_leaves(fresh), strict=True):
+            torch.testing.assert_close(a, b)
+    assert graphs(fn)
+
+
+class Scaled(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        return 3 * found if func is F.cross_entropy else found
+
+
+def test_tensors_of_a_special_kind_are_left():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model, in_module)
+    for _ in range(4):
+        want = fn(params, x, y)
+    got = fn(params, x, y.as_subclass(Scaled))
+    for k, r in want.items():
+        torch.testing.assert_close(got[k], 3 * r)
+
+
+def test_targets_that_hold_more_than_a_tensor_are_left():
+    model, params, x, y = mlp()
+    scale = Mutable(1.0)
+    fn = pexgrad.per_example_grad(model, lambda o, y: F.cross_entropy(o, y[0], reduction="none") * y[1].mean)
+    for _ in range(4):
+        want = fn(params, x, (y, scale))
+    scale.mean = 5.0
+    got = fn(params, x, (y, scale))
+    for k, r in want.items():
+        torch.testing.assert_close(got[k], 5 * r)
+
+
+class Mutable:
+    def __init__(self, mean):
+        self.mean = mean
 
 
 def test_random_numbers_are_drawn_as_before():

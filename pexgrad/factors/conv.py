@@ -75,7 +75,7 @@ class Conv(Factor):
     def _one_by_one(self, out: Tensor | None) -> Tensor:
         """The library's own weight gradient, one example at a time."""
         rows = (weight_gradient(x, g, self.geometry, self.shape) for x, g in zip(self.x, self.g, strict=True))
-        if not self._may_write() and self.batch:
+        if self.batch and not self._may_write():  # of no examples there is nothing to stack
             return into(out, torch.stack(list(rows)).to(self.dtype))
         out = self._empty() if out is None else out
         for own, row in zip(out, rows, strict=True):

@@ -36,7 +36,7 @@ class Outer(Factor):
         g, x = self.g.movedim(1, -1).flatten(0, 1), self.x.movedim(1, -2).flatten(0, 1)
         if out is None or out.dtype != g.dtype or not out.is_contiguous():
             return into(out, (g * x if t == 1 else torch.bmm(g, x)).reshape(b, *self.shape).to(self.dtype))
-        (torch.mul if t == 1 else torch.bmm)(g, x, out=out.view(b * h, o, -1))
+        (torch.mul if t == 1 else torch.bmm)(g, x, out=out.view(b * h, o, x.shape[-1]))
         return out
 
     def algorithm(self) -> str:

@@ -1,0 +1,52 @@
+"""Notices Python code that takes numbers out of tensors while it is traced: a trace has such numbers written into it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+aten = torch.ops.aten
+
+# operations that give Python a number
+_NUMBERS = {aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
+
+
+@contextlib.contextmanager
+def noting_numbers(note: Callable[[], object]) -> Iterator[None]:
+    """Call `note` whenever a number is taken out of a tensor, be it a constant."""
+    with (
+        mock.patch.object(Tensor, "tolist", _noting_reads(Tensor.tolist, note)),
+        mock.patch.object(Tensor, "numpy", _noting_reads(Tensor.numpy, note)),
+        mock.patch.object(proxy_tensor, "proxy_call", _noting_calls(proxy_tensor.proxy_call, note)),
+    ):
+        yield
+
+
+def _noting_reads(read: Callable[..., Any], note: Callable[[], object]) -> Callable[..., Any]:
+    """A method that gives Python numbers without an operation."""
+
+    def noted(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        note()
+        if isinstance(self, FakeTensor):
+            return read(self, *args, **kwargs)
+        with _disable_current_modes():  # under which `numpy` would read the memory of a fake
+            return read(self, *args, **kwargs)
+
+    return noted
+
+
+def _noting_calls(call: Callable[..., Any], note: Callable[[], object]) -> Callable[..., Any]:
+    def noted(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if func in _NUMBERS:
+            note()
+        return call(mode, func, *args, **kwargs)
+
+    return noted
