@@ -101,6 +101,13 @@ def snapshot(model: Callable[..., Any]) -> Snapshot:
     return found
 
 
+def held_by(value: Any) -> list[Any]:
+    """An object that a call is given beside tensors, and what is in it."""
+    found = Snapshot({}, {}, [], {})
+    _note([("", value)], found, set())
+    return [*found.references, *found.loose.values()]
+
+
 def _note_modules(root: nn.Module, found: Snapshot, seen: set[int], *, named: bool) -> None:
     """Note a module and those in it; parameters and buffers by name, or as loose tensors."""
     modules: list[nn.Module] = []

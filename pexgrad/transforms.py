@@ -30,6 +30,7 @@ from .loss import ExampleLosses, Loss
 from .modes import differentiable_kernels
 from .pipeline import At, Pipeline, build
 from .rebind import Bound, refuse_backward_hooks
+from .snapshot import held_by
 from .strategies import LOOPS
 from .verify import verify
 
@@ -121,9 +122,8 @@ class Transform(Composable):
             self._warn_of_changes(key)
             pipeline = self._build(call)
             known.insert(0, pipeline)  # it may take the place of one that no longer serves
-            others = [
-                v for v in trees.flatten((trees.as_call(call.x), call.y))[0] if not isinstance(v, Tensor)
-            ]
+            leaves = trees.flatten((trees.as_call(call.x), call.y))[0]
+            others = [held for v in leaves if not isinstance(v, Tensor) for held in held_by(v)]
             self._kept_alive.append(call.module.references + others)
             return pipeline
 
@@ -182,11 +182,15 @@ def _autocast(device: str) -> torch.dtype | None:
 
 
 def _describe(v: Any) -> Any:
-    """What a trace depends on in an input leaf: everything of a tensor but its batch size, any other value whole."""
+    """What a trace depends on in an input leaf: everything of a tensor but its batch size, all that any other value holds."""
     if isinstance(v, Tensor):
         return v.shape[1:], v.dtype, v.device, v.stride()[1:]
     # 1, 1.0 and True are equal, but not the same argument to a model
-    return (type(v), v) if isinstance(v, bool | int | float | str | None) else id(v)
+    if isinstance(v, bool | int | float | str | None):
+        return type(v), v
+    return tuple(map(id, held_by(v))), v.tobytes() if hasattr(
+        v, "tobytes"
+    ) else None  # an array's numbers may change
 
 
 def numbers(entries: list[Tensor], batch: Any, device: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import functools
 import types
@@ -318,7 +319,7 @@ def test_what_a_clip_function_reads():
         torch.testing.assert_close(2 * before[k][1], g)
 
 
-@pytest.mark.parametrize("read", [float, lambda t: 2.0 if t > 2 else 1.0])
+@pytest.mark.parametrize("read", [float, lambda t: t.item(), lambda t: t.tolist()])
 @pytest.mark.parametrize("where", ["loss", "clip"])
 def test_numbers_that_a_loss_or_a_clip_function_takes_out_of_a_tensor(read, where):
     model, x, y, flag = nn.Linear(4, 3), torch.randn(5, 4), torch.arange(5) % 3, torch.tensor(1.0)
@@ -335,6 +336,42 @@ def test_numbers_that_a_loss_or_a_clip_function_takes_out_of_a_tensor(read, wher
         got = torch.func.vmap(fn, in_dims=(0, None, None))(stacked, x, y).grads
         for k, g in fn(dict(model.named_parameters()), x, y).grads.items():
             torch.testing.assert_close(got[k][1], g)
+
+
+class Setting:
+    def __init__(self):
+        self.scale, self.more = 1.0, {"scales": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("make", "read", "change"),
+    [
+        (Setting, lambda s: s.scale, lambda s: setattr(s, "scale", 3.0)),
+        (Setting, lambda s: s.more["scales"][0], lambda s: s.more["scales"].__setitem__(0, 3.0)),
+        (lambda: array.array("d", [1.0]), lambda a: a[0], lambda a: a.__setitem__(0, 3.0)),
+    ],
+)
+@pytest.mark.parametrize("through", ["call", "vmap"])
+def test_objects_among_the_inputs(make, read, change, through):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 3)
+
+        def forward(self, x, setting):
+            return self.lin(x) * read(setting)
+
+    model, x, y, setting = Scaled(), torch.randn(5, 4), torch.arange(5) % 3, make()
+    fn, params = pexgrad.per_example_grad(model), dict(model.named_parameters())
+    stacked = {k: torch.stack([p.detach()] * 2) for k, p in params.items()}
+    for _ in range(2):
+        if through == "call":
+            rows = fn(params, (x, setting), y)
+        else:
+            rows = {k: r[1] for k, r in torch.func.vmap(lambda p: fn(p, (x, setting), y))(stacked).items()}
+        naive = pexgrad.per_example_grad(model, strategy="naive")(params, (x, setting), y)
+        assert_rows_equal(rows, naive)
+        change(setting)
 
 
 def test_code_that_is_reloaded():
