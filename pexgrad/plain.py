@@ -31,15 +31,8 @@ _OPERATIONS = frozenset({
 
 # Of the user's own losses, those of straight code: no branches, loops, handlers, imports, and nothing stored but local names.
 _INSTRUCTIONS = (
-    "LOAD_FAST",
-    "STORE_FAST",
-    "LOAD_CONST",
-    "LOAD_SMALL_INT",
-    "BINARY_",
-    "UNARY_",
-    "CALL",
-    "RETURN_",
-)
+    "LOAD_FAST", "STORE_FAST", "LOAD_CONST", "LOAD_SMALL_INT", "BINARY_", "UNARY_", "CALL", "RETURN_",
+)  # fmt: skip
 _MACHINERY = frozenset({
     "RESUME", "NOP", "CACHE", "PRECALL", "KW_NAMES", "PUSH_NULL", "POP_TOP", "COPY", "SWAP", "EXTENDED_ARG", "BUILD_TUPLE",
     "ROT_TWO", "ROT_THREE", "DUP_TOP", "COMPARE_OP",
@@ -70,8 +63,9 @@ def _is_straight(function: Callable[..., Any]) -> bool:
         return False
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     constant = all(type(v) in (int, float, bool, str, type(None)) for v in defaults)
-    modules = {name for name, v in function.__globals__.items() if any(v is m for m in _MODULES)}
-    return constant and _instructions_allow(function.__code__, frozenset(modules))
+    code, values = function.__code__, function.__globals__
+    modules = frozenset(name for name in code.co_names if any(values.get(name) is m for m in _MODULES))
+    return constant and _instructions_allow(code, modules)
 
 
 @functools.lru_cache(maxsize=256)

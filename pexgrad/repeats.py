@@ -97,9 +97,8 @@ def _graph_as_good(
         graph = _record(transform, pipeline, call)
         if out is not None:
             graph = replace(graph, module=writing_rows(graph.module, len(out)))
-            out = {
-                k: torch.empty_like(rows) for k, rows in out.items()
-            }  # the user's are the answer, and stay it
+            # not into the user's own, which are the answer
+            out = {k: torch.empty_like(rows) for k, rows in out.items()}
         if not _same_bits(_run(graph, call, out), answer):
             return None
         return graph if min(_seconds(graph, call, out) for _ in range(5)) < seconds else None
