@@ -351,7 +351,8 @@ class ClippedGrad(Transform):
         grads: dict[str, Tensor] = {}
         norms, losses = [], []
         for _, jacobian in self._chunks(call):
-            part = self._answer(jacobian)
+            jacobian = jacobian.keep()  # what the rows were kept of goes
+            part = self._clipped(jacobian)
             for k, g in part.grads.items():
                 grads[k] = grads[k] + g if k in grads else g
             norms.append(part.norms)
@@ -372,7 +373,9 @@ class ClippedGrad(Transform):
             )
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Clipped:
-        jacobian = jacobian.keep()
+        return self._clipped(jacobian.keep(), *further)
+
+    def _clipped(self, jacobian: Jacobian, *further: Tensor) -> Clipped:
         weights, norms = self._clipping.weights(jacobian)
         if not further:
             return Clipped(jacobian.vjp(weights), norms, jacobian.losses)
