@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ from oracle import assert_rows_equal, copied, losses_of, norms_of, rows_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pexgrad
+from pexgrad.jacobian import Jacobian
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -230,6 +232,17 @@ def test_groups_with_bounds_of_their_own(groups):
         weights |= dict.fromkeys(members, flat_weights(norms_of(members), bound))
     assert_rows_equal(fn(named(model), x, y).grads, summed(rows, weights))
     assert fn.sensitivity == pytest.approx((0.3**2 + 0.5**2) ** 0.5)
+
+
+def test_what_rows_were_kept_of_is_let_go(monkeypatch):
+    """Before the weighted sum: it holds every activation and every cotangent."""
+    model, x, y, _ = problem()
+    keep, vjp = Jacobian.keep, Jacobian.vjp
+    whole, held = [], []
+    monkeypatch.setattr(Jacobian, "keep", lambda self: whole.append(weakref.ref(self)) or keep(self))
+    monkeypatch.setattr(Jacobian, "vjp", lambda self, w: held.append(whole[-1]() is not None) or vjp(self, w))
+    pexgrad.clipped_grad(model, max_norm=0.8)(named(model), x, y)
+    assert held == [False]
 
 
 def test_bounds_stay_what_the_sensitivity_says():
