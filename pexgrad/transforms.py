@@ -188,9 +188,8 @@ def _describe(v: Any) -> Any:
     # 1, 1.0 and True are equal, but not the same argument to a model
     if isinstance(v, bool | int | float | str | None):
         return type(v), v
-    return tuple(map(id, held_by(v))), v.tobytes() if hasattr(
-        v, "tobytes"
-    ) else None  # an array's numbers may change
+    numbers = v.tobytes() if hasattr(v, "tobytes") else None  # of an array, which may change in place
+    return tuple(map(id, held_by(v))), numbers
 
 
 def numbers(entries: list[Tensor], batch: Any, device: Any) -> Tensor:
