@@ -95,6 +95,8 @@ def _graph_as_good(
         if not is_plain(pipeline.program.module.graph) or not pipeline.vectorises(call):
             return None
         graph = _record(transform, pipeline, call)
+        if graph.reads_numbers:  # out of a tensor that may change in place
+            return None
         if out is not None:
             graph = replace(graph, module=writing_rows(graph.module, len(out)))
             # not into the user's own, which are the answer

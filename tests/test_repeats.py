@@ -233,6 +233,19 @@ def test_class_weights_changed_in_place(name, loss):
     assert graphs(fn)
 
 
+@pytest.mark.parametrize(("loss", "setting"), [(F.cross_entropy, "label_smoothing"), (F.huber_loss, "delta")])
+def test_settings_that_are_tensors_are_left(loss, setting):
+    model, params, x, y = mlp()
+    y, value = (y if loss is F.cross_entropy else torch.randn(len(x), 3)), torch.tensor(0.1)
+    fn = pexgrad.per_example_grad(model, functools.partial(loss, **{setting: value}))
+    for number in (0.1, 0.6):
+        value.fill_(number)
+        for _ in range(4):
+            got = fn(params, x, y)
+        assert_rows_equal(got, rows_of(model, functools.partial(loss, **{setting: number}), x, y))
+    assert not graphs(fn)
+
+
 class Scaled(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
