@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from . import trees
 from .errors import InputError
 from .factors.conv import check_conv_rule
+from .modes import recording
 from .rebind import Bound
 from .snapshot import Snapshot, snapshot
 from .strategies import STRATEGIES
@@ -74,6 +75,11 @@ class Call:
     def zeros(self, *leading: int) -> dict[str, Tensor]:
         """name -> zeros (*leading, *shape) for the entries to differentiate."""
         return {k: self.params[k].detach().new_zeros(*leading, *self.params[k].shape) for k in self.trainable}
+
+    def room(self) -> dict[str, Tensor]:
+        """name -> memory for the rows (B, *shape) of the entries to differentiate, not initialised."""
+        with recording(False):
+            return {k: self.params[k].new_empty(self.batch, *self.params[k].shape) for k in self.trainable}
 
     def no_numbers(self) -> Tensor:
         """An empty (0,), real and at least float32: what losses and norms of no examples are."""

@@ -39,6 +39,12 @@ def test_rows_are_seen():
     assert seen.largest < rows / 4
 
 
+def test_rows_of_chunks_are_there_once():
+    model, x = nn.Linear(200, 100), torch.randn(16, 12, 200)
+    fn = pexgrad.per_example_grad(model, total, chunk_size=2)
+    assert allocations(lambda: fn(named(model), x)).peak < 1.3 * bytes_of(16, 100, 200)
+
+
 def test_memory_that_is_freed_is_counted_once():
     seen = allocations(lambda: [torch.ones(1000) for _ in range(3)] and torch.ones(500))
     assert seen.largest == bytes_of(1000) and bytes_of(3000) <= seen.peak <= bytes_of(3500)
