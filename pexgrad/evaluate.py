@@ -124,7 +124,7 @@ def cotangents(
                 strict=True,
             )
         )
-    return [found.get(i) for i in range(len(forward.edges))]
+    return forward.cotangents(found.get(i) for i in range(len(forward.edges)))
 
 
 def _backward(

@@ -20,8 +20,6 @@ from .sites import Site
 from .tap import Forward, Program
 from .trace import Trace
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True, eq=False)
 class Layouts:
@@ -142,7 +140,7 @@ def _edge_layouts(
             if g is not None:
                 options[i] = [at for at in options[i] if _only(at, g, batch, b)]
                 site, out = activations[i]
-                if not options[i] and _is_copies(site):
+                if not options[i] and site.is_copies:
                     options[i] = [Anywhere(batch_dims(value(out), trace.batch)[0])]
                 if not options[i]:
                     raise MixedExamplesError(
@@ -154,11 +152,6 @@ def _edge_layouts(
 
 def _activations(sites: list[Site]) -> list[tuple[Site, fx.Node]]:
     return [(site, out) for site in sites for out in site.outputs]
-
-
-def _is_copies(site: Site) -> bool:
-    """Whether the activation is a parameter-only value for each example, so that no example's part of it is another's data."""
-    return site.node.target is aten.expand.default
 
 
 def _gradients(
@@ -182,7 +175,7 @@ def _gradients(
         raise TraceError(
             f"autograd cannot differentiate the model on a test batch: {str(e).splitlines()[0]}"
         ) from e
-    return [None if e is None else next(grads) for e in base.edges]
+    return base.cotangents(None if e is None else next(grads) for e in base.edges)
 
 
 def _only(at: Layout, g: Tensor, batch: int, b: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
@@ -13,6 +14,8 @@ from .flow import Flow, analyse, is_differentiable, value, where
 from .opaque import HOOKED
 from .rewrite import parameter_operands
 from .trace import Trace
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,11 @@ class Site:
     operands: tuple[Operand, ...]
     outputs: tuple[fx.Node, ...]  # activations: the operation's differentiable outputs
     arguments: dict[str, Any]  # the operation's arguments by schema name
+
+    @property
+    def is_copies(self) -> bool:
+        """Whether the activation is a parameter-only value for each example: no part of it is an example's data."""
+        return self.node.target is aten.expand.default
 
 
 def find_sites(trace: Trace, trainable: set[str]) -> list[Site]:

@@ -6,7 +6,7 @@ tensor itself an edge stays right when a later operation changes the activation 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.fx.graph import CodeGen
 
 from .errors import ANY_MODEL, TraceError
 from .flow import mutated_operands, storage, value, where
+from .parts import Part, find_part
 from .plan import Use, nodes_needed
 from .rewrite import insert
 from .sites import Site
@@ -32,6 +33,14 @@ class Forward(NamedTuple):
     edges: list[GradientEdge | None]  # one for each activation; None where no gradient reaches it
     residuals: list[Any]
     operands: list[Tensor]
+    parts: dict[int, Part]  # edges that are not needed, since their cotangents are parts of others'
+
+    def cotangents(self, found: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """One for each edge, from those found at the edges themselves."""
+        complete = list(found)
+        for i, part in self.parts.items():
+            complete[i] = part.of(complete[part.whole])
+        return complete
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +58,12 @@ class Program:
 
     module: fx.GraphModule
     slots: list[Slots]
+    parts: dict[int, Part]
 
     def run(self, values: Sequence[Tensor]) -> Forward:
         """Run forward on parameters, buffers and inputs."""
         with torch.enable_grad():
-            return Forward(*self.module.forward(*values))
+            return Forward(*self.module.forward(*values), parts=self.parts)
 
 
 def gradient_edge(activation: Tensor) -> GradientEdge | None:
@@ -66,7 +76,9 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
     graph = trace.graph
     order = {n: i for i, n in enumerate(graph.nodes)}
     last_write = _last_writes(graph, order)
-    edges: list[fx.Node] = []
+    edges: list[fx.Node | None] = []
+    parts: dict[int, Part] = {}
+    tapped: dict[fx.Node, int] = {}  # where nothing writes to the activation
     residuals: dict[fx.Node, int] = {}
     operands: dict[fx.Node, int] = {}
     slots = []
@@ -76,6 +88,13 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
         for out in site.outputs:
             written = last_write.get(storage(out), -1) > order[site.node]
             moved[out] = _tapped(trace, out, written=written, shared=len(site.outputs) > 1)
+            part = None if written else find_part(moved[out], tapped)
+            if part is not None:
+                parts[len(edges)] = part
+                edges.append(None)
+                continue
+            if not written and not site.is_copies:
+                tapped[moved[out]] = len(edges)
             with graph.inserting_after(moved[out]):
                 edges.append(graph.call_function(gradient_edge, (moved[out],)))
         slot = {}
@@ -96,7 +115,7 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
     output.args = ((output.args[0], edges, list(residuals), list(operands)),)
     graph.set_codegen(CodeGen())
     graph.lint()
-    return Program(fx.GraphModule(trace.root, graph), slots)
+    return Program(fx.GraphModule(trace.root, graph), slots, parts)
 
 
 def own_memory(activation: Tensor) -> Tensor:

@@ -230,7 +230,9 @@ class PerExampleGrad(Transform):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         size = self._options.chunk_size or call.batch
         if buffers is None and size < call.batch and not self._options.create_graph:
-            buffers = call.room()  # each chunk goes to its place: joined at the end, all rows would be there twice
+            buffers = (
+                call.room()
+            )  # each chunk goes to its place: joined at the end, all rows would be there twice
         losses, rows = [], []
         for s, jacobian in self._chunks(call):
             losses.append(jacobian.losses)

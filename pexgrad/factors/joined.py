@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ._base import Factor, accumulable, total
+from ._base import Factor, accumulable, is_recorded, total
 from .broadcast import Broadcast
 from .conv import Conv
 from .outer import Outer
@@ -35,12 +37,19 @@ def _signature(f: Factor) -> Hashable:
     return id(f)
 
 
-def _joined(same: list[Factor]) -> Factor:
-    return _added(same) if isinstance(same[0], Broadcast) else _cat(same)  # type: ignore[arg-type]
+def _joined(same: list[Any]) -> Factor:
+    if not is_recorded(
+        same[0].g
+    ):  # the steps of a layer that runs backwards lie in memory the other way round
+        same.sort(key=lambda f: f.g.storage_offset())
+    return _added(same) if isinstance(same[0], Broadcast) else _cat(same)
 
 
 def _added(same: list[Broadcast]) -> Broadcast:
     """Their sum, which is smaller than they are: a recurrent bias needs no copy of every step's cotangent."""
+    spaced = _spaced([f.g for f in same])
+    if spaced is not None and all(f.r is None for f in same):
+        return replace(same[0], g=spaced)
     wide = functools.reduce(torch.promote_types, (accumulable(f.g[:0]).dtype for f in same))
     return replace(same[0], g=total(f.summed(wide) for f in same).unsqueeze(1), r=None)
 
@@ -48,7 +57,29 @@ def _added(same: list[Broadcast]) -> Broadcast:
 def _cat(same: list[Factor]) -> Factor:
     fields = {}
     for name in ("g", "x", "r", "ids"):
-        values = [getattr(f, name, None) for f in same]
+        values: list[Any] = [getattr(f, name, None) for f in same]
         if values[0] is not None:
-            fields[name] = torch.cat(values, 1)  # pyright: ignore[reportArgumentType]
+            spaced = _spaced(values)
+            fields[name] = torch.cat(values, 1) if spaced is None else spaced
     return replace(same[0], **fields)  # type: ignore[type-var]
+
+
+def _spaced(values: Sequence[Tensor]) -> Tensor | None:
+    """Single positions (b, 1, ...) along t as a view, where they lie equally spaced in one tensor, as a layer's steps do."""
+    first, second = values[:2]
+    if is_recorded(first) or torch.is_grad_enabled() or any(not _alike(v, first) for v in values):
+        return None
+    step = second.storage_offset() - first.storage_offset()
+    if step <= 0 or any(
+        v.storage_offset() != first.storage_offset() + t * step for t, v in enumerate(values)
+    ):
+        return None
+    size = (first.shape[0], len(values), *first.shape[2:])
+    return first.as_strided(size, (first.stride(0), step, *first.stride()[2:]))
+
+
+def _alike(v: Tensor, first: Tensor) -> bool:
+    same_memory = v.untyped_storage()._cdata == first.untyped_storage()._cdata
+    same_place = v.shape == first.shape and v.stride() == first.stride() and v.dtype == first.dtype
+    as_it_is = not v.is_conj() and not v.is_neg()
+    return same_memory and same_place and as_it_is and v.shape[1] == 1
