@@ -95,12 +95,14 @@ def lower(
         _refuse_stop_gradients(pipeline)
     _refuse_readings(pipeline)
     lowered = None
+    recorded = options
     if any_batch:
+        recorded = replace(options, conv_rule=_batchwise(options.conv_rule))
         # some operations' shape functions take no symbolic size
         with _quiet(), contextlib.suppress(TraceError):
-            lowered = _record(pipeline, call, buffers, options, answer, further, symbolic=True)
+            lowered = _record(pipeline, call, buffers, recorded, answer, further, symbolic=True)
     if lowered is None or not lowered.serves(call.batch):
-        lowered = _record(pipeline, call, buffers, options, answer, further, symbolic=False)
+        lowered = _record(pipeline, call, buffers, recorded, answer, further, symbolic=False)
     if options.verify:
         _verify(lowered, pipeline, call, buffers, options, answer, further)
     return lowered
@@ -179,9 +181,7 @@ def _record(
 
     def run(*flat: Tensor) -> list[Tensor]:
         params, own_buffers, x, y = _unflat(flat, call, len(buffers))
-        jacobian = pipeline.jacobian(
-            At(params, own_buffers, x, y, batch), call.trainable, _batchwise(options)
-        )
+        jacobian = pipeline.jacobian(At(params, own_buffers, x, y, batch), call.trainable, options)
         leaves, found["spec"] = pytree.tree_flatten(answer(jacobian, *flat[len(flat) - len(further) :]))
         return leaves
 
@@ -232,9 +232,9 @@ def _padded(shape: Sequence[Any], padding: Sequence[int]) -> list[Any]:
     return grown[::-1]
 
 
-def _batchwise(options: Options) -> Options:
-    """The options with a convolution rule that works on the whole batch at once."""
-    return replace(options, conv_rule="unfold") if options.conv_rule in ("auto", "loop") else options
+def _batchwise(conv_rule: str) -> str:
+    """A convolution rule that works on the whole batch at once, whatever its size."""
+    return "unfold" if conv_rule in ("auto", "loop") else conv_rule
 
 
 def _unflat(

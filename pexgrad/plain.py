@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from .loss import ExampleLosses
-from .tap import gradient_edge
+from .tap import gradient_edge, own_memory
 
 aten = torch.ops.aten
 
@@ -26,7 +26,14 @@ _OPERATIONS = frozenset({
     aten.linear.default, aten.relu.default, aten.tanh.default, aten.sigmoid.default, aten.gelu.default, aten.silu.default,
     aten.leaky_relu.default, aten.elu.default, aten.softplus.default, aten.layer_norm.default, aten.softmax.int,
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.flatten.using_ints, aten.view.default, aten.reshape.default,
-    aten.sym_size.int, operator.getitem, operator.mul, gradient_edge,
+    aten.sym_size.int, operator.getitem, operator.mul, gradient_edge, own_memory,
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.max_pool1d.default, aten.max_pool2d.default,
+    aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default, aten.group_norm.default, aten.relu_.default,
+    aten.matmul.default, aten.addmm.default, aten.bmm.default, aten.mean.dim, aten.sum.dim_IntList, aten.div.Tensor,
+    aten.neg.default, aten.exp.default, aten.square.default, aten.zeros.default, aten.clone.default, aten.expand.default,
+    aten.transpose.int, aten.t.default, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.select.int, aten.slice.Tensor, aten.unbind.int, aten.chunk.default, aten.split.Tensor, aten.stack.default,
+    aten.cat.default,
 })  # fmt: skip
 
 # Of the user's own losses, those of straight code: no branches, loops, handlers, imports, and nothing stored but local names.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from cases.case import Net
 from models import each, pick
 from oracle import assert_rows_equal, rows_of
 from test_lower import TRANSFORMS, mlp, named
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import pexgrad
 from pexgrad import plain, repeats
+from pexgrad.factors import _base
 from pexgrad.loss import ExampleLosses
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("double")
 def soon(monkeypatch):
     """The third call is the first that a graph may answer, however long it takes."""
     monkeypatch.setattr(repeats, "OFTEN", 1)
+    monkeypatch.setattr(repeats, "WORTHWHILE", float("inf"))
     monkeypatch.setattr(repeats, "_seconds", lambda *_: 0.0)
 
 
@@ -82,11 +85,11 @@ def test_what_changes_on_the_model_is_noticed():
     assert "0.bias" not in fn(params, x, y)
 
 
-NOT_PLAIN = {  # what a recording would forget: checks of values, and the algorithm for the batch at hand
+NOT_PLAIN = {  # what a recording would forget: checks of values, random numbers, and settings that choose an algorithm
     "one_hot": lambda h: h + F.one_hot(h.detach().argmax(-1) * 0, 3),
     "inverse": lambda h: h @ torch.linalg.inv(torch.eye(3)),
     "dropout": lambda h: F.dropout(h),
-    "convolution": lambda h: F.conv1d(h[:, None], torch.ones(1, 1, 1))[:, 0],
+    "attention": lambda h: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:, 0],
 }
 
 
@@ -306,12 +309,88 @@ def test_what_has_no_graph(options):
     assert not graphs(fn)
 
 
-def test_convolutions_keep_their_choice_of_algorithm():
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
-    x, y = torch.randn(4, 1, 4, 4), torch.tensor([0, 2, 1, 1])
+def conv_net():
+    layers = (
+        nn.Conv2d(4, 8, 3, padding=2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 4, 1, groups=2),
+    )
+    model = nn.Sequential(*layers, nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 3))
+    return model, named(model), torch.randn(4, 4, 5, 5), torch.tensor([0, 2, 1, 1])
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("conv_rule", ["auto", "loop", "unfold", "grouped"])
+def test_convolutions_keep_their_algorithm(name, conv_rule):
+    model, params, x, y = conv_net()
+    fn = TRANSFORMS[name](model, conv_rule=conv_rule)
+    for b in (4, 1):
+        answers = [fn(params, x[:b], y[:b]) for _ in range(4)]
+        assert all(same_bits(a, answers[0]) for a in answers)
+    assert len(graphs(fn)) == 2
+
+
+def test_windows_of_a_few_examples_at_a_time(monkeypatch):
+    monkeypatch.setattr(_base, "PIECE_BYTES", 20_000)
+    model, params, x, y = conv_net()
+    fn = pexgrad.per_example_grad(model, conv_rule="unfold")
+    want = fn(params, x, y)
+    assert all(same_bits(fn(params, x, y), want) for _ in range(3))
+    ((graph, *more),) = [graphs(fn)]
+    assert not more and any(n.target is torch.ops.aten.cat.default for n in graph.module.graph.nodes)
+
+
+@pytest.mark.parametrize("lie", [
+    lambda x: x.to(memory_format=torch.channels_last), lambda x: x.mT.contiguous().mT, lambda x: x[:1].expand(4, -1, -1, -1),
+    lambda x: x.flip(0), lambda x: torch.cat([x, x], 3)[..., ::2],
+])  # fmt: skip
+def test_images_that_lie_otherwise_in_memory(lie):
+    model, params, x, y = conv_net()
     fn = pexgrad.per_example_grad(model)
     for _ in range(3):
-        fn(named(model), x, y)
+        fn(params, x, y)
+    assert graphs(fn)
+    params = {k: p.mT.contiguous().mT if p.dim() > 1 else p for k, p in params.items()}
+    assert_rows_equal(fn(params, lie(x), y), rows_of(model, F.cross_entropy, lie(x), y))
+
+
+def test_inputs_are_not_written_to():
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3), nn.ReLU(inplace=True))
+    params, x, y = named(model), torch.randn(4, 4), torch.tensor([0, 2, 1, 1])
+    fn, before = pexgrad.per_example_grad(model), x.clone()
+    for _ in range(4):
+        fn(params, x, y)
+    assert graphs(fn) and torch.equal(x, before)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_recurrent_layers(kind, bidirectional):
+    layer = kind(4, 3, bidirectional=bidirectional, batch_first=True)
+    model = Net(lambda s, x: s.layer(x)[0][:, -1], layer=layer)
+    params, x, y = named(model), torch.randn(4, 3, 4), torch.tensor([0, 2, 1, 1])
+    for name in TRANSFORMS:
+        fn = TRANSFORMS[name](model)
+        answers = [fn(params, x, y) for _ in range(4)]
+        assert all(same_bits(a, answers[0]) for a in answers)
+        assert graphs(fn)
+
+
+def test_longer_graphs_wait_for_longer(monkeypatch):
+    model, params, x, y = conv_net()
+    monkeypatch.setattr(repeats, "LONG", 10)
+    fn = pexgrad.per_example_grad(model)
+    seen = [(fn(params, x, y), len(graphs(fn)))[1] for _ in range(5)]
+    assert seen == [0, 0, 0, 1, 1]
+
+
+def test_calls_of_much_arithmetic_are_left(monkeypatch):
+    model, params, x, y = conv_net()
+    monkeypatch.setattr(repeats, "WORTHWHILE", 0.0)
+    fn = pexgrad.per_example_grad(model)
+    for _ in range(4):
+        fn(params, x, y)
     assert not graphs(fn)
 
 

@@ -84,10 +84,11 @@ class Conv(Factor):
 
     def _by_windows(self, out: Tensor | None) -> Tensor:
         """Windows of x times g, batched matrix products; a few examples at a time, so that the windows stay in cache."""
+        pieces = self.slices(self._unfolded_bytes())
         if not self._may_write():
-            return into(out, self.unfolded().rows())
+            return into(out, gather([self.take(s).unfolded().rows() for s in pieces]))
         out = self._empty() if out is None else out
-        for s in self.slices(self._unfolded_bytes()):
+        for s in pieces:
             self.take(s).unfolded().rows(out[s])
         return out
 
