@@ -33,7 +33,7 @@ _OPERATIONS = frozenset({
     aten.neg.default, aten.exp.default, aten.square.default, aten.zeros.default, aten.clone.default, aten.expand.default,
     aten.transpose.int, aten.t.default, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim,
     aten.select.int, aten.slice.Tensor, aten.unbind.int, aten.chunk.default, aten.split.Tensor, aten.stack.default,
-    aten.cat.default,
+    aten.cat.default, aten.embedding.default,
 })  # fmt: skip
 
 # Of the user's own losses, those of straight code: no branches, loops, handlers, imports, and nothing stored but local names.

@@ -24,7 +24,7 @@ from .arguments import Call
 from .lower import Lowered, flat_values, lower
 from .pipeline import Pipeline, without_autocast
 from .plain import is_plain, is_plain_loss
-from .running import without_cuts, writing_rows
+from .running import without_autograd, writing_rows
 
 if TYPE_CHECKING:
     from .compose import Composable
@@ -124,7 +124,7 @@ def _record(transform: Composable, pipeline: Pipeline, call: Call) -> Lowered:
     options = replace(transform._options, verify=False)  # the bits will be compared
     with transform._lock:
         lowered = lower(pipeline, call, [], options, transform._answer, any_batch=False)
-    return replace(lowered, module=without_cuts(lowered.module))
+    return replace(lowered, module=without_autograd(lowered.module))
 
 
 def _seconds(graph: Lowered, call: Call, out: Buffers) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,15 +14,22 @@ aten = torch.ops.aten
 _WRITING = {aten.mul.Tensor: aten.mul.out, aten.bmm.default: aten.bmm.out}
 
 
-def without_cuts(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, in which nothing is detached: there is no gradient to be let through."""
+def without_autograd(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph where there is no gradient to be let through: nothing is detached, and fresh tables are filled in place."""
     plain = _copied(module)
     for node in plain.graph.nodes:
         if node.target is aten.detach.default:
             node.replace_all_uses_with(node.args[0])
             plain.graph.erase_node(node)
+        elif node.target is aten.index_add.default and _is_fresh(node.args[0]):
+            node.target = aten.index_add_.default
     plain.recompile()
     return plain
+
+
+def _is_fresh(table: Any) -> bool:
+    """Whether a value is zeros that nothing else uses."""
+    return table.target is aten.new_zeros.default and len(table.users) == 1
 
 
 def writing_rows(module: fx.GraphModule, number: int) -> fx.GraphModule:

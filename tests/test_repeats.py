@@ -377,6 +377,36 @@ def test_recurrent_layers(kind, bidirectional):
         assert graphs(fn)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_idx": 0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str
+)
+def test_embeddings(options):
+    model = Net(
+        lambda s, x: s.out(s.table(x).mean(1)), table=nn.Embedding(7, 4, **options), out=nn.Linear(4, 3)
+    )
+    params, x, y = named(model), torch.randint(7, (4, 5)), torch.tensor([0, 2, 1, 1])
+    fn = pexgrad.per_example_grad(model)
+    for _ in range(3):
+        fn(params, x, y)
+    ((graph, *more),) = [graphs(fn)]
+    targets = {n.target for n in graph.module.graph.nodes}
+    assert (
+        not more
+        and torch.ops.aten.index_add_.default in targets
+        and torch.ops.aten.index_add.default not in targets
+    )
+    x = x.flip(0) // 2  # other ids, one more often
+    for _ in range(2):
+        assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+    with pytest.raises(IndexError, match="out of range"):
+        fn(params, x + 7, y)
+    norm = pexgrad.per_example_grad_norm(model)
+    for _ in range(4):
+        assert_rows_equal(
+            {"": norm(params, x, y)}, {"": pexgrad.rows.norms(rows_of(model, F.cross_entropy, x, y))}
+        )
+
+
 def test_longer_graphs_wait_for_longer(monkeypatch):
     model, params, x, y = conv_net()
     monkeypatch.setattr(repeats, "LONG", 10)
