@@ -33,7 +33,7 @@ Buffers = Mapping[str, Tensor] | None
 
 OFTEN = 100  # lowering takes as long as some hundred calls, and longer for long graphs
 LONG = 100  # operations for which it takes that long again, up to three times
-WORTHWHILE = 5e-4  # seconds for each operation: where they take longer, Python is a small part
+WORTHWHILE = 3e-4  # seconds for each operation: where they take longer, Python is a small part
 SMALL = 1 << 26  # bytes of rows: beside larger ones Python is a small part
 
 
@@ -114,7 +114,7 @@ def _graph_as_good(
             out = {k: torch.empty_like(rows) for k, rows in out.items()}
         if not _same_bits(_run(graph, call, out), answer):
             return None
-        return graph if min(_seconds(graph, call, out) for _ in range(5)) < seconds else None
+        return graph if min(_seconds(graph, call, out) for _ in range(10)) < seconds else None
     except Exception:  # noqa: BLE001 - there is an answer, and whatever a graph fails of, the calls do without it
         return None
 

@@ -38,9 +38,8 @@ def _signature(f: Factor) -> Hashable:
 
 
 def _joined(same: list[Any]) -> Factor:
-    if not is_recorded(
-        same[0].g
-    ):  # the steps of a layer that runs backwards lie in memory the other way round
+    # the steps of a layer that runs backwards lie in memory the other way round
+    if not is_recorded(same[0].g):
         same.sort(key=lambda f: f.g.storage_offset())
     return _added(same) if isinstance(same[0], Broadcast) else _cat(same)
 
@@ -70,8 +69,9 @@ def _spaced(values: Sequence[Tensor]) -> Tensor | None:
     if is_recorded(first) or torch.is_grad_enabled() or any(not _alike(v, first) for v in values):
         return None
     step = second.storage_offset() - first.storage_offset()
-    if step <= 0 or any(
-        v.storage_offset() != first.storage_offset() + t * step for t, v in enumerate(values)
+    if (
+        any(v.storage_offset() != first.storage_offset() + t * step for t, v in enumerate(values))
+        or step <= 0
     ):
         return None
     size = (first.shape[0], len(values), *first.shape[2:])
