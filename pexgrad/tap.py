@@ -78,6 +78,7 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
     last_write = _last_writes(graph, order)
     edges: list[fx.Node | None] = []
     parts: dict[int, Part] = {}
+    autograd_stays_on = all(n.target is not torch._C._set_grad_enabled for n in graph.nodes)
     tapped: dict[fx.Node, int] = {}  # where nothing writes to the activation
     residuals: dict[fx.Node, int] = {}
     operands: dict[fx.Node, int] = {}
@@ -93,7 +94,7 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
                 parts[len(edges)] = part
                 edges.append(None)
                 continue
-            if not written and not site.is_copies:
+            if autograd_stays_on and not written and not site.is_copies:
                 tapped[moved[out]] = len(edges)
             with graph.inserting_after(moved[out]):
                 edges.append(graph.call_function(gradient_edge, (moved[out],)))

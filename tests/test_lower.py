@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from cases.case import Net
 from models import each, pick
 from oracle import assert_rows_equal, copied, live, relative_error
 from torch.utils._pytree import tree_leaves, tree_map
@@ -332,3 +333,18 @@ def test_what_has_no_graph_says_so():
         pexgrad.per_example_jacobian(model).lower(params, x, y)
     with pytest.raises(pexgrad.TraceError, match="strategy='naive' has no flat graph"):
         pexgrad.per_example_grad(model, strategy="naive").lower(params, x, y)
+
+
+@pytest.mark.parametrize("name", ["norm", "norm_per_param", "clipped"])
+def test_uses_of_one_word_that_cancel(name):
+    """The norm of their sum is not taken from the products of all pairs."""
+
+    def forward(s, x):
+        a, b, c = s.table(x).unbind(1)
+        return s.out(0.3 * a + 0.7 * b - 1.0000001 * c)
+
+    model = Net(forward, table=nn.Embedding(50, 4), out=nn.Linear(4, 3))
+    model.out.requires_grad_(False)
+    params, x, y = named(model), torch.arange(12).view(4, 3), torch.tensor([0, 2, 1, 1])
+    graph, again = TRANSFORMS[name](model).lower(params, x, y), x[:, :1].expand(4, 3)
+    assert_same(graph(params, again, y), TRANSFORMS[name](model, strategy="naive")(params, again, y))

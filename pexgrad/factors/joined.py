@@ -46,10 +46,10 @@ def _joined(same: list[Any]) -> Factor:
 
 def _added(same: list[Broadcast]) -> Broadcast:
     """Their sum, which is smaller than they are: a recurrent bias needs no copy of every step's cotangent."""
+    wide = functools.reduce(torch.promote_types, (accumulable(f.g[:0]).dtype for f in same))
     spaced = _spaced([f.g for f in same])
     if spaced is not None and all(f.r is None for f in same):
-        return replace(same[0], g=spaced)
-    wide = functools.reduce(torch.promote_types, (accumulable(f.g[:0]).dtype for f in same))
+        same = [replace(same[0], g=spaced)]
     return replace(same[0], g=total(f.summed(wide) for f in same).unsqueeze(1), r=None)
 
 

@@ -66,12 +66,18 @@ class Scatter(Factor):
 
     def sq_norms(self) -> Tensor:
         if is_recorded(self.ids):
-            return self.inner(self)
+            return self._sq_norms_of_pairs()
         g = accumulable(self.g).flatten(0, 1)
         distinct, place = torch.unique(self._keys(), return_inverse=True)
         sums = g.new_zeros(len(distinct), g.shape[1]).index_add(0, place, g)
         of_key = square(sums).sum(1)
         return of_key.new_zeros(self.batch).index_add(0, distinct // self.shape[0], of_key)
+
+    def _sq_norms_of_pairs(self) -> Tensor:
+        """The same where no shape may depend on the ids: at every position the sum for its id, counted once in all."""
+        same = (self.ids[:, :, None] == self.ids[:, None, :]).to(accumulable(self.g[:0]).dtype)  # (b, t, t)
+        sums = same @ accumulable(self.g)
+        return (square(sums).sum(2) / same.sum(2).real).sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         g = weighted(self.g, weights)
