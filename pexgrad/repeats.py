@@ -86,7 +86,8 @@ def _is_due(known: _Repeated, operations: int) -> bool:
 def _may_repeat(transform: Composable, call: Call) -> bool:
     options, device = transform._options, next(iter(call.params.values())).device.type
     plain = options.strategy == "crb" and not options.create_graph and options.chunk_size is None
-    outside = forward_ad._current_level < 0 and not torch.is_autocast_enabled(device)
+    special = torch.is_autocast_enabled(device) or torch.is_anomaly_enabled()
+    outside = forward_ad._current_level < 0 and not special
     small = 0 < call.bytes_of_rows() <= SMALL
     return plain and outside and small and is_plain_loss(transform._loss) and _is_of_tensors(call)
 

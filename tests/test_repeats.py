@@ -407,6 +407,17 @@ def test_embeddings(options):
         )
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
+def test_anomalies_are_still_detected():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    for _ in range(4):
+        fn(params, x, y)
+    assert graphs(fn)
+    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="returned nan"):
+        fn(params, x * float("nan"), y)
+
+
 def test_longer_graphs_wait_for_longer(monkeypatch):
     model, params, x, y = conv_net()
     monkeypatch.setattr(repeats, "LONG", 10)
