@@ -56,9 +56,9 @@ class Outer(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         g, x = weighted_pair(self.g, self.x, weights)
-        # (h, o, (b t)), (h, (b t), i)
-        g, x = g.permute(2, 3, 0, 1).flatten(2), x.permute(2, 0, 1, 3).flatten(1, 2)
-        return torch.bmm(g, x).reshape(self.shape).to(self.dtype)
+        # (h, (b t), o), (h, (b t), i): where that takes a copy, it goes by rows of o
+        g, x = (v.permute(2, 0, 1, 3).flatten(1, 2) for v in (g, x))
+        return torch.bmm(g.mT, x).reshape(self.shape).to(self.dtype)
 
     def sum_squares(self) -> Tensor:
         if self.g.shape[1] > 1:
