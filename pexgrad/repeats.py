@@ -33,7 +33,7 @@ Buffers = Mapping[str, Tensor] | None
 
 OFTEN = 100  # lowering takes as long as some hundred calls, and longer for long graphs
 LONG = 100  # operations for which it takes that long again, up to three times
-WORTHWHILE = 3e-4  # seconds for each operation: where they take longer, Python is a small part
+WORTHWHILE = 5e-4  # seconds for each operation: where they take longer, Python is a small part
 SMALL = 1 << 26  # bytes of rows: beside larger ones Python is a small part
 
 
