@@ -94,10 +94,9 @@ def lower(
     if options.create_graph:
         _refuse_stop_gradients(pipeline)
     _refuse_readings(pipeline)
+    recorded = replace(options, conv_rule=_batchwise(options.conv_rule)) if any_batch else options
     lowered = None
-    recorded = options
     if any_batch:
-        recorded = replace(options, conv_rule=_batchwise(options.conv_rule))
         # some operations' shape functions take no symbolic size
         with _quiet(), contextlib.suppress(TraceError):
             lowered = _record(pipeline, call, buffers, recorded, answer, further, symbolic=True)

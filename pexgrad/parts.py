@@ -33,8 +33,15 @@ class Part(NamedTuple):
         return None if cotangent is None else cotangent.select(self.dim, self.step)
 
 
-def find_part(activation: fx.Node, tapped: Mapping[fx.Node, int]) -> Part | None:
-    """The part of an activation tapped before that has the same cotangent, if there is one."""
+def find_parts(graph: fx.Graph, edges: Mapping[fx.Node, int]) -> dict[int, Part]:
+    """Place -> part, for the activations at those places among the edges whose cotangent is a part of another's."""
+    if any(n.target is torch._C._set_grad_enabled for n in graph.nodes):
+        return {}  # a sum, or what takes an activation apart, may let no gradient through
+    found = {i: _part(activation, edges) for activation, i in edges.items()}
+    return {i: part for i, part in found.items() if part is not None}
+
+
+def _part(activation: fx.Node, edges: Mapping[fx.Node, int]) -> Part | None:
     added = _other_term(activation)
     if added is None or added.target is not operator.getitem or len(added.users) != 1:
         return None
@@ -42,10 +49,10 @@ def find_part(activation: fx.Node, tapped: Mapping[fx.Node, int]) -> Part | None
     if parts.target is not aten.unbind.int:
         return None
     whole, *dims = _args(parts)
-    if whole not in tapped or len(whole.users) != 2:  # the edge, and the operation that takes it apart
+    if whole not in edges or len(whole.users) != 1:
         return None
     same = value(added).shape == value(activation).shape and value(added).dtype == value(activation).dtype
-    return Part(tapped[whole], dims[0] if dims else 0, step) if same else None
+    return Part(edges[whole], dims[0] if dims else 0, step) if same else None
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from torch.fx.graph import CodeGen
 
 from .errors import ANY_MODEL, TraceError
 from .flow import mutated_operands, storage, value, where
-from .parts import Part, find_part
+from .parts import Part, find_parts
 from .plan import Use, nodes_needed
 from .rewrite import insert
 from .sites import Site
@@ -77,9 +77,12 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
     order = {n: i for i, n in enumerate(graph.nodes)}
     last_write = _last_writes(graph, order)
     edges: list[fx.Node | None] = []
-    parts: dict[int, Part] = {}
-    autograd_stays_on = all(n.target is not torch._C._set_grad_enabled for n in graph.nodes)
-    tapped: dict[fx.Node, int] = {}  # where nothing writes to the activation
+    activations = [(site, out) for site in sites for out in site.outputs]
+    written = {out for site, out in activations if last_write.get(storage(out), -1) > order[site.node]}
+    places = {
+        out: i for i, (site, out) in enumerate(activations) if out not in written and not site.is_copies
+    }
+    parts = find_parts(graph, places)
     residuals: dict[fx.Node, int] = {}
     operands: dict[fx.Node, int] = {}
     slots = []
@@ -87,17 +90,10 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
     for site, site_uses in zip(sites, uses, strict=True):
         first_edge = len(edges)
         for out in site.outputs:
-            written = last_write.get(storage(out), -1) > order[site.node]
-            moved[out] = _tapped(trace, out, written=written, shared=len(site.outputs) > 1)
-            part = None if written else find_part(moved[out], tapped)
-            if part is not None:
-                parts[len(edges)] = part
-                edges.append(None)
-                continue
-            if autograd_stays_on and not written and not site.is_copies:
-                tapped[moved[out]] = len(edges)
+            moved[out] = _tapped(trace, out, written=out in written, shared=len(site.outputs) > 1)
             with graph.inserting_after(moved[out]):
-                edges.append(graph.call_function(gradient_edge, (moved[out],)))
+                needed = len(edges) not in parts
+                edges.append(graph.call_function(gradient_edge, (moved[out],)) if needed else None)
         slot = {}
         for n in nodes_needed(site_uses, site):
             kept = _shield(trace, moved.get(n, n), site, last_write, order)

@@ -94,9 +94,12 @@ class Transform(Composable):
         with differentiable_kernels(o.create_graph):
             return pipeline.jacobian(At(params, buffers, call.x, call.y, call.batch), call.trainable, o)
 
+    def _chunk_size(self, call: Call) -> int:
+        return self._options.chunk_size or call.batch
+
     def _chunks(self, call: Call) -> Iterator[tuple[slice, Jacobian]]:
         """The Jacobian, a chunk of examples at a time; nothing for an empty batch."""
-        size = self._options.chunk_size or call.batch
+        size = self._chunk_size(call)
         for b in range(0, call.batch, max(1, size)):
             part = call if size >= call.batch else call.examples(b, b + size)
             yield slice(b, b + part.batch), self._jacobian(part)
@@ -228,11 +231,9 @@ class PerExampleGrad(Transform):
     def _value_and_grad(
         self, call: Call, buffers: dict[str, Tensor] | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        size = self._options.chunk_size or call.batch
-        if buffers is None and size < call.batch and not self._options.create_graph:
-            buffers = (
-                call.room()
-            )  # each chunk goes to its place: joined at the end, all rows would be there twice
+        if buffers is None and self._chunk_size(call) < call.batch and not self._options.create_graph:
+            # each chunk goes to its place: joined at the end, all rows would be there twice
+            buffers = call.room()
         losses, rows = [], []
         for s, jacobian in self._chunks(call):
             losses.append(jacobian.losses)

@@ -65,14 +65,12 @@ def _cat(same: list[Factor]) -> Factor:
 
 def _spaced(values: Sequence[Tensor]) -> Tensor | None:
     """Single positions (b, 1, ...) along t as a view, where they lie equally spaced in one tensor, as a layer's steps do."""
-    first, second = values[:2]
+    first = values[0]
     if is_recorded(first) or torch.is_grad_enabled() or any(not _alike(v, first) for v in values):
         return None
-    step = second.storage_offset() - first.storage_offset()
-    if (
-        any(v.storage_offset() != first.storage_offset() + t * step for t, v in enumerate(values))
-        or step <= 0
-    ):
+    offsets = [v.storage_offset() for v in values]
+    step = offsets[1] - offsets[0]
+    if step <= 0 or offsets != [offsets[0] + t * step for t in range(len(values))]:
         return None
     size = (first.shape[0], len(values), *first.shape[2:])
     return first.as_strided(size, (first.stride(0), step, *first.stride()[2:]))
