@@ -62,7 +62,7 @@ def check_rule(
     for k, w in want.items():
         _compare(f"the rows of '{k}'", rows[k], w, tolerance)
     flat = torch.cat([w.flatten(1) for w in want.values()], 1)
-    weights = torch.linspace(-1, 1, len(flat), dtype=torch.float64)
+    weights = torch.linspace(-1, 1, len(flat), dtype=torch.float64, device=flat.device)
     direction = {k: torch.ones_like(p) for k, p in params.items()}
     _compare("the norms", jacobian.norms(), flat.norm(dim=1), tolerance)
     _compare("the inner products", jacobian.gram(), flat @ flat.T, tolerance)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from .errors import MixedExamplesError, TraceError
 from .flow import batch_dims, value, where
 from .layout import Anywhere, Layout, candidates
-from .sample import all_but
+from .sample import all_but, normal_like
 from .sites import Site
 from .tap import Forward, Program
 from .trace import Trace
@@ -162,8 +162,7 @@ def _gradients(
     for out, at in zip(base.outputs, outputs, strict=True):
         if at is not None and out.requires_grad:
             part = at.view(out, batch)[b]
-            weights = torch.randn(part.shape, generator=generator).to(part.device, part.dtype)
-            term = (part * weights).sum()
+            term = (part * normal_like(part, generator)).sum()
             term = term.real if term.is_complex() else term
             total = term if total is None else total + term
     edges = [e for e in base.edges if e is not None]

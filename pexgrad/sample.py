@@ -69,14 +69,13 @@ def draw(serves: Callable[[int], bool], call: Call, scramble: bool) -> Sample:
 
 def _jitter(p: Tensor, generator: torch.Generator) -> Tensor:
     fan_in = p[0].numel() if p.dim() > 1 and p.shape[0] else 100
-    noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
     p = p.detach()
-    return (p + noise * (0.1 * p.abs() + 0.1 / max(1, fan_in) ** 0.5)).requires_grad_()
+    return (p + normal_like(p, generator) * (0.1 * p.abs() + 0.1 / max(1, fan_in) ** 0.5)).requires_grad_()
 
 
 def _order(x: Any, y: Any, batch: int) -> list[int]:
     """The first example, then the one that differs from it in the most tensors, then the others."""
-    others = torch.zeros(batch, dtype=torch.long)
+    others = torch.zeros(batch, dtype=torch.long, device="cpu")
     for t in compared(x, y):
         others += (t != t[:1]).reshape(batch, -1).any(1).cpu()
     first = [0, int(others.argmax())] if bool(others.any()) else [0]
@@ -98,8 +97,12 @@ def _is_numbers(t: Tensor) -> bool:
 
 
 def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(t.shape, generator=generator).to(t.device, t.dtype)
-    return noise * (0.3 * t.abs() + 0.1)
+    return normal_like(t, generator) * (0.3 * t.abs() + 0.1)
+
+
+def normal_like(t: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers of t's shape: the same on every device, and whatever the default one."""
+    return torch.randn(t.shape, generator=generator, device="cpu").to(t.device, t.dtype)
 
 
 def _varied(t: Tensor, start: int, generator: torch.Generator, scramble: bool) -> Tensor:
@@ -108,7 +111,7 @@ def _varied(t: Tensor, start: int, generator: torch.Generator, scramble: bool) -
     if _is_numbers(t):
         out[start:] += _noise(part, generator)
     elif scramble and t.numel() and t.device.type == "cpu":  # an index out of range would end a CUDA process
-        out[start:] = t.flatten()[torch.randint(t.numel(), part.shape, generator=generator)]
+        out[start:] = t.flatten()[torch.randint(t.numel(), part.shape, generator=generator, device="cpu")]
     return out
 
 

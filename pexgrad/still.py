@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Still = Callable[..., Any]
 
+# where an operation that is told no device makes its values: `torch.set_default_device` tells them before they get here
+CPU = torch.device("cpu")
+
 # what a tensor is filled with, from the distribution's settings; `exponential_(x)`, in place, and `exponential(x)` alike
 _LEVELS: dict[str, Callable[..., float]] = {
     "bernoulli": lambda *_: 1.0,
@@ -34,9 +37,14 @@ _LEVELS: dict[str, Callable[..., float]] = {
 
 def _sized(level: float) -> Still:
     def make(size: Any, *args: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
-        return torch.full(size, level, dtype=dtype, device=device)
+        return torch.full(size, level, dtype=dtype, device=device or CPU)
 
     return make
+
+
+def _randperm(n: int, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+    """Not the identity, which would hide mixing."""
+    return torch.arange(n - 1, -1, -1, dtype=dtype or torch.long, device=device or CPU)
 
 
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -67,14 +75,14 @@ def _rrelu_functional(x: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> tu
 def _randint(
     low: int, high: int, size: Any, *, dtype: Any = torch.long, device: Any = None, **kwargs: Any
 ) -> Tensor:
-    return torch.full(size, low, dtype=dtype or torch.long, device=device)
+    return torch.full(size, low, dtype=dtype or torch.long, device=device or CPU)
 
 
 def _normal(
     mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, dtype: Any = None, device: Any = None, **kwargs: Any
 ) -> Tensor:
     level = mean + 0.5 * std
-    return level if isinstance(level, Tensor) else torch.full(size, level, dtype=dtype, device=device)
+    return level if isinstance(level, Tensor) else torch.full(size, level, dtype=dtype, device=device or CPU)
 
 
 _STILL: dict[str, Still] = {
@@ -82,9 +90,7 @@ _STILL: dict[str, Still] = {
     "_standard_gamma": lambda x: x.clone(),
     "rand": _sized(0.5),
     "randn": _sized(0.5),
-    "randperm": lambda n, *args, **kwargs: torch.arange(
-        n - 1, -1, -1
-    ),  # not the identity, which would hide mixing
+    "randperm": _randperm,
     "randint": _randint,
     "normal": _normal,
     "multinomial": _multinomial,

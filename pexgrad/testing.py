@@ -103,7 +103,7 @@ def _check(module: nn.Module, x: Any, y: Any, loss: Loss, tolerance: float) -> N
     own = jacobian.norms()
     assert isinstance(own, Tensor)
     compare("the norms", own, norms)
-    weights = torch.linspace(-1, 1, len(flat), dtype=torch.float64)
+    weights = torch.linspace(-1, 1, len(flat), dtype=torch.float64, device=flat.device)
     for k, total in jacobian.vjp(weights).items():
         compare(f"the weighted sum of '{k}'", total, torch.tensordot(weights, want[k], 1))
     bound = max(float(norms.mean()), 1e-9)

@@ -25,7 +25,7 @@ Gradient = Callable[[Params, Tensor, Tensor], Params]
 def poisson_batches(examples: int, rate: float, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Indices of `steps` batches; their sizes vary, and may be 0: the accountant counts on exactly this."""
     for _ in range(steps):
-        yield (torch.rand(examples, generator=generator) < rate).nonzero().flatten()
+        yield (torch.rand(examples, generator=generator, device=generator.device) < rate).nonzero().flatten()
 
 
 def private_gradient(

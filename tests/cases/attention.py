@@ -13,11 +13,12 @@ from cases.case import Net, case, ids, labels, param, wave
 def self_attention(b, *, weights=False, mask=None, **options):
     def forward(s, x):
         h = x if s.mha.batch_first else x.transpose(0, 1)
-        out, w = s.mha(h, h, h, need_weights=weights, attn_mask=mask, is_causal=False)
+        out, w = s.mha(h, h, h, need_weights=weights, attn_mask=s.mask, is_causal=False)
         out = out if s.mha.batch_first else out.transpose(0, 1)
         return torch.cat([out.flatten(1), w.flatten(1)], 1) if weights else out
 
-    return Net(forward, mha=nn.MultiheadAttention(4, 2, **options)), torch.randn(b, 5, 4), None, wave
+    net = Net(forward, mha=nn.MultiheadAttention(4, 2, **options), mask=mask)
+    return net, torch.randn(b, 5, 4), None, wave
 
 
 @case("attention")

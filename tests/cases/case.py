@@ -77,7 +77,7 @@ def ids(b, length, vocabulary):
 def wave(out, y=None):
     """A loss (B,) that no two elements of an example's output enter alike."""
     flat = out.unsqueeze(-1).flatten(1)
-    return (flat * torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)).sin().sum(1)
+    return (flat * torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype, device=flat.device)).sin().sum(1)
 
 
 def sliced_ce(out, y):
