@@ -142,7 +142,8 @@ def _verify(
         want = answer(jacobian, *further)
         got = lowered.run([*flat_values(call.params, buffers, call.x, call.y), *further])
     worst = largest_error(
-        *({str(i): t.detach() for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want))
+        *({str(i): t.detach() for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want)),
+        half=pipeline.trace.rounds_to_half(),
     )
     if worst is not None:
         raise VerificationError(

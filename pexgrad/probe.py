@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from .compare import largest_error
 from .errors import MixedExamplesError, TraceError
 from .flow import batch_dims, value, where
 from .layout import Anywhere, Layout, candidates
@@ -76,20 +77,29 @@ def _same_alone(
     """Whether each example's output, and its gradient in the operands of the edges `apart`, are those of a batch of one."""
     if not trace.serves(1):
         return False
-    batch = inputs[0].shape[0]
+    batch, half = inputs[0].shape[0], trace.rounds_to_half()
     for b in range(batch):
         alone = program.run([*tensors, *(t[b : b + 1] for t in inputs)])
         for place, x, y in zip(at.outputs, base.outputs, alone.outputs, strict=True):
-            if place is not None and _differ(place.view(x, batch)[b], place.view(y, 1)[0]):
+            if place is not None and not _agree(place.view(x, batch)[b], place.view(y, 1)[0], half):
                 return False
         # the same function of the output for both
         here, there = (
             _gradients(forward, at.outputs, n, k, torch.Generator().manual_seed(b))
             for forward, n, k in ((base, batch, b), (alone, 1, 0))
         )
-        if any(_differ(*(_of_operand(g[i], at.edges[i]) for g in (here, there))) for i in apart):
+        mine, own = ({str(i): _of_operand(g[i], at.edges[i]) for i in apart} for g in (here, there))
+        if largest_error(mine, own, half) is not None:
             return False
     return True
+
+
+def _agree(got: Tensor, want: Tensor, half: bool) -> bool:
+    """Whether the values of two batch sizes are the same but for rounding."""
+    got, want = got.detach(), want.detach()
+    if got.is_floating_point() or got.is_complex():
+        return largest_error({"": got}, {"": want}, half) is None
+    return torch.equal(got, want)
 
 
 def _of_operand(g: Tensor | None, at: Layout) -> Tensor:
@@ -114,7 +124,7 @@ def _moves(at: Layout, before: Tensor, after: Tensor, batch: int, b: int) -> boo
 
 
 def _differ(x: Tensor, y: Tensor) -> bool:
-    """Whether two values differ by more than rounding."""
+    """Whether two values of one computation differ by more than rounding."""
     x, y = x.detach(), y.detach()
     if not (x.is_floating_point() or x.is_complex()):
         return not torch.equal(x, y)

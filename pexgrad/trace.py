@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from . import trees
+from .compare import is_half
 from .decompositions import DECOMPOSITIONS
 from .disguise import disguised
 from .errors import ANY_MODEL, PexgradError, TraceError
@@ -66,6 +67,10 @@ class Trace:
         """Tensors that are neither parameters nor buffers nor inputs."""
         held = [getattr(self.root, str(n.target), None) for n in self.graph.nodes if n.op == "get_attr"]
         return [t for t in held if isinstance(t, Tensor)]
+
+    def rounds_to_half(self) -> bool:
+        """Whether any value is in half precision, as it is under autocast."""
+        return any(is_half(t) for n in self.graph.nodes for t in trees.tensors(n.meta.get("val")))
 
     def output(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output object around the graph's output tensors."""

@@ -27,6 +27,7 @@ def verify(
 ) -> None:
     """Raise where the pipeline's rows or losses differ from the definition on the first two examples."""
     buffers = list(model.buffers().values())
+    half = pipeline.trace.rounds_to_half()
 
     def follows(at: Sample) -> bool:
         return pipeline.trace.follows(at.params.values(), buffers, at.inputs())
@@ -43,10 +44,10 @@ def verify(
             if not _finite(want.rows()) and at is two:
                 continue  # the changed parameters leave the model's domain; the given ones decide
             got = pipeline.jacobian(At(at.params, buffers, at.x, at.y, at.batch), trainable, Options())
-            wrong = largest_error({"": got.losses}, {"": want.losses})
+            wrong = largest_error({"": got.losses}, {"": want.losses}, half)
             if wrong is None:
                 rows = got.rows()
-                wrong = largest_error(rows, want.rows())
+                wrong = largest_error(rows, want.rows(), half)
                 if wrong is not None and _pairs_agree(rows, pipeline, model, at):
                     wrong = None
             if wrong is not None:
@@ -82,7 +83,7 @@ def _pair_agrees(row: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: S
         k: torch.zeros_like(at.params[k]) if g is None else g.to_dense()
         for k, g in zip(row, grads, strict=True)
     }
-    return largest_error(row, want) is None
+    return largest_error(row, want, pipeline.trace.rounds_to_half()) is None
 
 
 def _message(name: str, error: float) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from cases.case import Net
 from oracle import assert_rows_equal, rows_of
 from test_lower import TRANSFORMS, assert_same, mlp, named, small
 from torch.autograd import forward_ad
@@ -100,6 +101,38 @@ def test_autocast():
     assert all(r.dtype == torch.float32 for r in rows.values())
     assert_rows_equal(rows, {k: w.float() for k, w in want.items()}, tol=2e-2)
     assert any(not torch.equal(rows[k], exact[k]) for k in rows)
+
+
+class CastsWithin(nn.Module):
+    """A model that chooses half precision itself."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.model(x).float()
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_the_rounding_of_half_precision_is_not_taken_for_an_error(within):
+    """Steps of a recurrence round each intermediate value, otherwise for one example than for two."""
+    torch.manual_seed(0)
+    lstm = nn.LSTM(16, 32, 2, batch_first=True).float()
+    model = Net(lambda s, x: s.lstm(x)[0].float(), lstm=lstm)
+    model = CastsWithin(model) if within else model
+
+    def loss(out, _):
+        return out.square().mean((1, 2))
+
+    x, params = torch.randn(2, 20, 16).float(), named(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not within):
+        rows = pexgrad.per_example_grad(model, loss)(params, x)
+        want = rows_of(model, loss, x, None)
+    assert_rows_equal(rows, want, tol=5e-2)
+    with pytest.raises(AssertionError):
+        assert_rows_equal(rows, want, tol=5e-3)
 
 
 def test_each_dtype_of_autocast_has_a_trace_of_its_own():
