@@ -234,7 +234,7 @@ def _padded(shape: Sequence[Any], padding: Sequence[int]) -> list[Any]:
 
 def _batchwise(conv_rule: str) -> str:
     """A convolution rule that works on the whole batch at once, whatever its size."""
-    return "unfold" if conv_rule in ("auto", "loop") else conv_rule
+    return "unfold" if conv_rule in ("auto", "measure", "loop") else conv_rule
 
 
 def _unflat(

@@ -82,6 +82,19 @@ def test_every_transform(name):
     assert graph.meta["batch"] == "any"
 
 
+@pytest.mark.parametrize("conv_rule", ["auto", "measure", "grouped", "unfold", "loop"])
+def test_every_rule_of_convolutions(conv_rule):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 3))
+    params, x, y = named(model), torch.randn(4, 3, 6, 6), torch.tensor([0, 2, 1, 1])
+    fn = pexgrad.per_example_grad(model, conv_rule=conv_rule)
+    fn(params, x, y)  # with "measure", what it found for 4 examples is no answer for any number of them
+    graph = fn.lower(params, x, y)
+    for b in (4, 3, 1):
+        assert_same(graph(params, x[:b], y[:b]), fn(params, x[:b], y[:b]))
+    assert graph.meta["batch"] == "any"
+
+
 def test_norms_of_repeated_ids():
     model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(12, 3))
     x, y = torch.tensor([[0, 0, 1, 0], [4, 3, 3, 4]]), torch.tensor([0, 1])

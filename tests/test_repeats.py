@@ -321,7 +321,7 @@ def conv_net():
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("conv_rule", ["auto", "loop", "unfold", "grouped"])
+@pytest.mark.parametrize("conv_rule", ["auto", "measure", "loop", "unfold", "grouped"])
 def test_convolutions_keep_their_algorithm(name, conv_rule):
     model, params, x, y = conv_net()
     fn = TRANSFORMS[name](model, conv_rule=conv_rule)

@@ -102,12 +102,22 @@ def by_model(work: Work, device: str, into_memory: bool) -> str:
     return min(candidates(work, into_memory), key=cost)
 
 
-_measured: dict[tuple[Work, bool, torch.device, torch.dtype, int], str] = {}
+Measured = tuple[Work, bool, torch.device, torch.dtype, int]
+_measured: dict[Measured, str] = {}
+
+
+def _key(work: Work, like: Tensor, into_memory: bool) -> Measured:
+    return work, into_memory, like.device, like.dtype, torch.get_num_threads()
+
+
+def remembered(work: Work, like: Tensor, into_memory: bool) -> str | None:
+    """What `by_measurement` found for tensors like the one given, if it was asked."""
+    return _measured.get(_key(work, like, into_memory))
 
 
 def by_measurement(work: Work, like: Tensor, into_memory: bool, rows: Callable[[str], Tensor]) -> str:
     """The algorithm whose `rows(name)` took the least time, on tensors like the one given; remembered."""
-    key = (work, into_memory, like.device, like.dtype, torch.get_num_threads())
+    key = _key(work, like, into_memory)
     if key not in _measured:
         names = candidates(work, into_memory)
         _measured[key] = min(names, key=lambda name: _seconds(lambda: rows(name), like.device))

@@ -108,8 +108,8 @@ class Conv(Factor):
             return self.rule
         if self.rule == "auto" and choice.prices(self.g.device.type):
             return choice.by_model(self.work(), self.g.device.type, into_memory)
-        if is_recorded(self.g):
-            return "unfold"
+        if is_recorded(self.g):  # where nothing can be measured
+            return choice.remembered(self.work(), self.g, into_memory) or "unfold"
         return choice.by_measurement(self.work(), self.g, into_memory, lambda name: self._rows_by(name, None))
 
     def work(self) -> choice.Work:
