@@ -142,7 +142,7 @@ def clipped_grad(
     Returns:
         A pure function `(params, x, y=None, mask=None) -> Clipped` with `grads` (the sum, by name), `norms` (B,) before clipping,
         and `losses` (B,). `mask` (B,) of booleans says which examples count: the rest are padding and change nothing.
-        Its `sensitivity` is the largest norm that one example can add to the sum.
+        The function's `sensitivity` is the largest norm that one example can add to the sum.
 
     Raises:
         PexgradError: as for `per_example_grad`, and where `max_norm` or `clip` does not fit.

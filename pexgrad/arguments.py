@@ -15,9 +15,10 @@ from .factors.conv import check_conv_rule
 from .modes import recording
 from .rebind import Bound
 from .snapshot import Snapshot, snapshot
-from .strategies import STRATEGIES
 
 Params = Mapping[str, Tensor]
+
+STRATEGIES = ("crb", "multi", "naive")
 
 
 class OptionArguments(TypedDict, total=False):
@@ -63,14 +64,17 @@ class Options:
 class Call:
     """The arguments of one call, checked."""
 
-    params: dict[
-        str, Tensor
-    ]  # every parameter of the model: the given ones in their order, then the model's own
+    params: dict[str, Tensor]  # all of the model's: the given ones in their order, then its own
     trainable: list[str]  # the entries to differentiate, in the order given
     x: Any
     y: Any
     batch: int
     module: Snapshot  # what the module held when it was called
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The module's buffers, in the order in which a trace takes them."""
+        return list(self.module.buffers.values())
 
     def zeros(self, *leading: int) -> dict[str, Tensor]:
         """name -> zeros (*leading, *shape) for the entries to differentiate."""

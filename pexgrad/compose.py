@@ -225,8 +225,7 @@ class Composable:
             for lowered in known:
                 if lowered.serves(call.batch):
                     return lowered
-            buffers = list(self._model.buffers().values())
-            known.append(lower(pipeline, call, buffers, self._options, self._answer, further))
+            known.append(lower(pipeline, call, self._options, self._answer, further))
             return known[-1]
 
     def _notice_reads(self) -> None:
@@ -277,7 +276,7 @@ class Composable:
         with modes.outside_transforms(), modes.recording():
             arguments = (trees.map_tensors(modes.one_of, t) for t in (dict(params), x, y))
             lowered = self._graph(check_call(self._model, *arguments), *map(modes.one_of, further))
-        values = [*flat_values(call.params, list(self._model.buffers().values()), x, y), *further]
+        values = [*flat_values(call.params, call.buffers, x, y), *further]
         with without_autocast(values[0].device.type):
             return lowered.run(values)
 
@@ -313,9 +312,9 @@ class Composable:
         own = {k: p.detach() for k, p in call.params.items()} | {
             k: Stacked(p.detach()) for k, p in params.items()
         }
-        values = flat_values(own, list(self._model.buffers().values()), x, y)
+        values = flat_values(own, call.buffers, x, y)
         if stacked_data:
-            shared = len(own) + len(self._model.buffers())
+            shared = len(own) + len(call.buffers)
             values = values[:shared] + list(map(Stacked, values[shared:]))
         with torch.no_grad(), without_autocast(call.params[next(iter(params))].device.type):
             flat = run_stacked(lowered.module, values, members, rule_for)

@@ -1,4 +1,4 @@
-"""Stages 6 to 8: run the program, take the cotangents, and give each site's factors."""
+"""In each call: the cotangents of the activations, and from them each site's factors."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .component import Term, components
 from .evaluate import BoundSite
-from .factors import Factor
 from .flow import operation
 from .pipeline import Pipeline
 from .sites import Operand
@@ -44,7 +43,7 @@ class Explanation:
         return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 
-Uses = Sequence[tuple[BoundSite, Operand, Factor]]
+Uses = Sequence[tuple[BoundSite, Operand, Term]]
 
 
 def explain(
@@ -61,11 +60,11 @@ def explain(
         how = "loop" if strategy == "naive" else "aliases"
         lines = [Line(k, "(any)", "", strategy, how, "from rows", size[k], "", "") for k in trainable]
     else:
-        by_rows = _by_rows(pipeline, uses, params)
+        by_rows = _by_rows(params, [term for _, _, term in uses])
         lines = [
-            _line(pipeline, site, o, f, k, size[k], _tied(uses, k), k in by_rows)
-            for site, o, f in uses
-            for k in o.params
+            _line(site, operand, term, k, size[k], _tied(uses, k), k in by_rows)
+            for site, operand, term in uses
+            for k in operand.params
         ]
         used = {line.parameter for line in lines}
         lines += [
@@ -80,30 +79,21 @@ def _tied(uses: Uses, parameter: str) -> bool:
     return sum(parameter in operand.params for _, operand, _ in uses) > 1
 
 
-def _by_rows(pipeline: Pipeline, uses: Uses, params: dict[str, Tensor]) -> set[str]:
+def _by_rows(params: dict[str, Tensor], terms: list[Term]) -> set[str]:
     """Parameters whose norms take rows, whatever the factors could do: computed from others, or used in parts that overlap."""
-    terms = [Term(params[o.params[0]], o.params, pipeline.windows[o.node], f) for _, o, f in uses]
     return {k for c in components(params, terms, False) if c.windows() is None for k in c.leaves}
 
 
 def _line(
-    pipeline: Pipeline,
-    bound: BoundSite,
-    operand: Operand,
-    factor: Factor,
-    parameter: str,
-    size: int,
-    tied: bool,
-    by_rows: bool,
+    bound: BoundSite, operand: Operand, term: Term, parameter: str, size: int, tied: bool, by_rows: bool
 ) -> Line:
     node = bound.site.node
     rule = next(use.rule for use in bound.uses if use.operand is operand)
-    window = pipeline.windows[operand.node]
     flags = {
         "fallback": rule is None,
-        "derived": window
-        is None,  # computed from the parameter: its rows are pulled back one example at a time
-        "view": window is not None and not window.whole,
+        # computed from the parameter: its rows are pulled back one example at a time
+        "derived": term.window is None,
+        "view": term.window is not None and not term.window.whole,
         "tied": tied,
     }
     return Line(
@@ -111,8 +101,8 @@ def _line(
         operation=f"{operation(node)}.{operand.name}",
         module=str(node.meta.get("path", "")),
         rule="fallback" if rule is None else rule.name,
-        rows=factor.algorithm(),
-        norms="rows in pieces" if by_rows else factor.norm_algorithm(),
+        rows=term.factor.algorithm(),
+        norms="rows in pieces" if by_rows else term.factor.norm_algorithm(),
         bytes=size,
         flags=" ".join(k for k, on in flags.items() if on),
         source=str(node.meta.get("source", "")),

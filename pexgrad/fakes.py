@@ -49,6 +49,6 @@ def fake_batch(mode: FakeTensorMode, t: Tensor, hint: int = HINT) -> Tensor:
     """`t` without its numbers, its dimension 0 symbolic."""
     # strided like the user's tensor in everything but the batch, so that channels_last stays channels_last
     like = t.detach()[:1].expand(hint, *t.shape[1:]) if t.shape[0] else t.new_empty((hint, *t.shape[1:]))
-    like = torch.empty_like(like, device="meta" if t.device.type == "meta" else t.device)
+    like = torch.empty_like(like, device=t.device)
     dynamic = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (t.dim() - 1)
     return mode.from_tensor(like, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))

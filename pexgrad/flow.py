@@ -42,12 +42,11 @@ class State:
 
 @dataclass
 class Flow:
-    """Dependencies of every node of `trace`, at the moment the node runs."""
+    """Dependencies of every node of a trace, at the moment the node runs."""
 
     states: dict[fx.Node, State] = field(default_factory=dict)
     operands: dict[fx.Node, dict[fx.Node, State]] = field(default_factory=dict)  # as read by each node
     grad_enabled: dict[fx.Node, bool] = field(default_factory=dict)
-    writes: dict[fx.Node, set[int]] = field(default_factory=dict)  # storages that an in-place node changes
     batch: Any = None
 
     def batched(self, node: fx.Node) -> bool:
@@ -124,12 +123,11 @@ def analyse(trace: Trace, trainable: set[str]) -> Flow:
     start = {trace.params[k]: State(params=frozenset([k])) for k in trainable}
     start |= {node: State(from_input=True) for node in trace.inputs}
     written: dict[int, State] = {}
-    enabled, depth = True, []
+    enabled, switch = True, None  # whether gradients are on, and the last node that said so
 
     for node in trace.graph.nodes:
         if node.target is torch._C._set_grad_enabled:
-            enabled = node.args[0]
-            depth.append(node)
+            enabled, switch = node.args[0], node
         flow.grad_enabled[node] = enabled
         reads = {n: flow.states[n] | written.get(storage(n), State()) for n in node.all_input_nodes}  # pyright: ignore[reportArgumentType, reportCallIssue]
         flow.operands[node] = reads
@@ -139,16 +137,14 @@ def analyse(trace: Trace, trainable: set[str]) -> Flow:
         if not enabled or node.target is aten.detach.default or not is_differentiable(value(node)):
             state = State(state.from_input)
         flow.states[node] = state
-        flow.writes[node] = set()
         for target in mutated_operands(node):
             key = storage(target)
             if key is not None and node.target not in _BENIGN_WRITES:
                 written[key] = written.get(key, State()) | state
-                flow.writes[node].add(key)
     if not enabled:
-        where = depth[-1].meta.get("source", "")
+        line = switch.meta.get("source", "") if switch else ""
         raise TraceError(
-            f"the model switches gradients off ({where}) and leaves them off; use `with torch.no_grad():`, or {ANY_MODEL}"
+            f"the model switches gradients off ({line}) and leaves them off; use `with torch.no_grad():`, or {ANY_MODEL}"
         )
     return flow
 

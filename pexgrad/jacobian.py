@@ -12,12 +12,11 @@ from torch import Tensor
 
 from .component import Component, Term, components
 from .errors import InputError
-from .factors import Factor, Rows
-from .factors._base import accumulable, square
+from .factors import Rows
+from .factors._base import accumulable, square, sum_of
 from .factors.joined import join
 from .modes import recording
 from .pullback import Window
-from .sites import Operand
 
 # rows that may be kept between a norm and a weighted sum, in all. More is slower: fresh memory costs more than computing
 # small rows again (ResNet-18 and AlexNet on a CPU, clipped sums at 0, 8, 32 and 256 MiB: 32 was the fastest on both).
@@ -74,7 +73,13 @@ class Jacobian:
         return recording(self.create_graph)
 
     def rows(self, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """name -> (B, *shape): the per-example gradients, written into `out` where that is given."""
+        """name -> (B, *shape): the per-example gradients, written into `out` where that is given.
+
+        Raises:
+            InputError: where `out` lacks a parameter, or has rows of another shape or dtype for it; nothing is written then.
+        """
+        if out is not None:
+            self._check_room(out)
         with self._mode():
             found: dict[str, Tensor] = {}
             for c in self._components:
@@ -85,8 +90,15 @@ class Jacobian:
             found = {k: found[k] for k in self.leaves}
             return apart(found) if out is None else found
 
+    def _check_room(self, out: Mapping[str, Tensor]) -> None:
+        for k, p in self.leaves.items():
+            wanted = (self.batch, *p.shape), p.dtype
+            if k not in out or (out[k].shape, out[k].dtype) != wanted:
+                got = f"{tuple(out[k].shape)} in {out[k].dtype}" if k in out else "none"
+                raise InputError(f"out has {got} for the rows of '{k}', which are {wanted[0]} in {wanted[1]}")
+
     def norms(self, per_param: bool = False) -> Tensor | dict[str, Tensor]:
-        """(B,): |J[b]| over all parameters together; with `per_param`, name -> (B,)."""
+        """(B,): |J[b]| over all parameters together; with `per_param`, name -> (B,). Half precision gives float32."""
         with self._mode():
             sq = {}
             for c in self._components:
@@ -96,10 +108,14 @@ class Jacobian:
                 return apart({k: _sqrt(sq[k], self.create_graph) if k in sq else zero for k in self.leaves})
             if not sq:
                 return self.losses.new_zeros(self.batch)
-            return _sqrt(torch.stack(_one_dtype(list(sq.values()))).sum(0), self.create_graph)
+            return _sqrt(sum_of(list(sq.values())), self.create_graph)
 
     def vjp(self, weights: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """name -> (*shape): sum over b of weights[b] times row b; weights (B,), or one for each parameter by name."""
+        """name -> (*shape): sum over b of weights[b] times row b; weights (B,), or one for each parameter by name.
+
+        Raises:
+            InputError: where weights are missing, or are not one number for each example.
+        """
         by_name = dict.fromkeys(self.leaves, weights) if isinstance(weights, Tensor) else dict(weights)
         for k in self.leaves:
             if k not in by_name or by_name[k].shape != (self.batch,):
@@ -114,17 +130,25 @@ class Jacobian:
             return apart({k: found[k] if k in found else torch.zeros_like(p) for k, p in self.leaves.items()})
 
     def jvp(self, v: Mapping[str, Tensor]) -> Tensor:
-        """(B,): <J[b], v> for a direction `v` with the parameters' names and shapes."""
+        """(B,): <J[b], v> for a direction `v`.
+
+        Raises:
+            InputError: where `v` has not the parameters' names and shapes.
+        """
         for k, p in self.leaves.items():
             if k not in v or v[k].shape != p.shape:
                 got = tuple(v[k].shape) if k in v else "none"
                 raise InputError(f"the direction for '{k}' has shape {got}; expected {tuple(p.shape)}")
         with self._mode():
             parts = [c.dot(dict(v)) for c in self._components]
-            return torch.stack(_one_dtype(parts)).sum(0) if parts else self.losses.new_zeros(self.batch)
+            return sum_of(parts) if parts else self.losses.new_zeros(self.batch)
 
     def gram(self, other: Jacobian | None = None) -> Tensor:
-        """(B, B'): <J[b], J'[c]>, with another call's rows for the same parameters, or with its own."""
+        """(B, B'): <J[b], J'[c]>, with another call's rows, or with its own.
+
+        Raises:
+            InputError: where the other call's parameters have other names or shapes.
+        """
         other = self if other is None else other
         if {k: p.shape for k, p in self.leaves.items()} != {k: p.shape for k, p in other.leaves.items()}:
             raise InputError(
@@ -137,11 +161,7 @@ class Jacobian:
                 for d in other._components
                 if not c.leaves.keys().isdisjoint(d.leaves)
             ]
-            return (
-                torch.stack(_one_dtype(parts)).sum(0)
-                if parts
-                else self.losses.new_zeros(self.batch, other.batch)
-            )
+            return sum_of(parts) if parts else self.losses.new_zeros(self.batch, other.batch)
 
     def moments(self) -> Moments:
         """The mean of the rows and of their squares, elementwise, by parameter."""
@@ -210,33 +230,17 @@ def _sqrt(sq: Tensor, differentiable: bool) -> Tensor:
     return torch.where(zero, 0, torch.where(zero, 1, sq).sqrt())
 
 
-def _one_dtype(parts: list[Tensor]) -> list[Tensor]:
-    if len({p.dtype for p in parts}) < 2:
-        return parts
-    widest = parts[0].dtype
-    for p in parts:
-        widest = torch.promote_types(widest, p.dtype)
-    return [p.to(widest) for p in parts]
-
-
-Use = tuple[Operand, Tensor, Factor, Window | None]
-
-
-def join_uses(uses: list[Use]) -> list[Term]:
+def joined(terms: list[Term]) -> list[Term]:
     """One term for each value and kind of factor: uses of one weight over time become one factor along time.
 
     The list is emptied: a recurrent layer's cotangents of every step go as soon as they are joined.
     """
-    grouped: dict[int, list[Use]] = {}
-    for use in uses:
-        grouped.setdefault(id(use[1]), []).append(use)
-    uses.clear()
-    terms = []
+    grouped: dict[int, list[Term]] = {}
+    for term in terms:
+        grouped.setdefault(id(term.value), []).append(term)
+    terms.clear()
+    found = []
     for key in list(grouped):
         same = grouped.pop(key)
-        operand, value, factor, window = same[0]
-        if len(same) == 1:
-            terms.append(Term(value, operand.params, window, factor))
-            continue
-        terms += [Term(value, operand.params, window, f) for f in join([u[2] for u in same])]
-    return terms
+        found += [replace(same[0], factor=f) for f in join([t.factor for t in same])]
+    return found

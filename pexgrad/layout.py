@@ -88,7 +88,6 @@ def candidates(fake: Any, symbol: Any) -> Iterator[Layout]:
     k = fold_factor_of(fake, symbol)
     if k is None:
         return
-    for lead in sorted(
-        d for d in range(1, k + 1) if k % d == 0
-    ):  # lead = 1, the outer fold, is the common one
+    # lead = 1, the outer fold, is the common one
+    for lead in (d for d in range(1, k + 1) if k % d == 0):
         yield Layout(dims[0], lead, k // lead)

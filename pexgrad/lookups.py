@@ -28,9 +28,8 @@ def embedding_bag(
         return NotImplemented
     starts = offsets[:-1] if include_last_offset else offsets
     places = torch.arange(indices.shape[0], dtype=offsets.dtype, device=offsets.device)
-    bag = (
-        torch.searchsorted(starts, places, right=True) - 1
-    )  # of several that start here, the last is not empty
+    # of several bags that start at one place, the last is not empty
+    bag = torch.searchsorted(starts, places, right=True) - 1
     rows = aten.embedding.default(weight, indices, -1, False, scale_grad_by_freq)
     counted = torch.ones_like(indices, dtype=weight.dtype)
     if padding_idx is not None:

@@ -1,4 +1,4 @@
-"""Stage 7: the loss of each example.
+"""The loss of each example.
 
 The definition is `loss(model(x_b), y_b).sum()` on a batch of one. A loss that returns one value or more per
 example is used as it is; a scalar one is evaluated on each example's slice of the output, except for

@@ -43,9 +43,8 @@ from .still import StandStill
 
 aten = torch.ops.aten
 
-Answer = Callable[
-    ..., Any
-]  # what a transform returns, from the Jacobian of the whole batch and further (B, ...) tensors
+# what a transform returns, from the Jacobian of the whole batch and further (B, ...) tensors
+Answer = Callable[..., Any]
 
 
 _LARGEST = 1 << 12  # conditions on a batch size that no code of this size meets do not occur
@@ -84,8 +83,8 @@ class Lowered:
 
 
 def lower(
-    pipeline: Pipeline, call: Call, buffers: Sequence[Tensor], options: Options, answer: Answer,
-    further: Sequence[Tensor] = (), *, any_batch: bool = True,
+    pipeline: Pipeline, call: Call, options: Options, answer: Answer, further: Sequence[Tensor] = (), *,
+    any_batch: bool = True,
 ) -> Lowered:  # fmt: skip
     """The graph of a call, for every batch size if that is wanted and possible and for this one if not.
 
@@ -99,11 +98,11 @@ def lower(
     if any_batch:
         # some operations' shape functions take no symbolic size
         with _quiet(), contextlib.suppress(TraceError):
-            lowered = _record(pipeline, call, buffers, recorded, answer, further, symbolic=True)
+            lowered = _record(pipeline, call, recorded, answer, further, symbolic=True)
     if lowered is None or not lowered.serves(call.batch):
-        lowered = _record(pipeline, call, buffers, recorded, answer, further, symbolic=False)
+        lowered = _record(pipeline, call, recorded, answer, further, symbolic=False)
     if options.verify:
-        _verify(lowered, pipeline, call, buffers, options, answer, further)
+        _verify(lowered, pipeline, call, options, answer, further)
     return lowered
 
 
@@ -130,7 +129,6 @@ def _verify(
     lowered: Lowered,
     pipeline: Pipeline,
     call: Call,
-    buffers: Sequence[Tensor],
     options: Options,
     answer: Answer,
     further: Sequence[Tensor],
@@ -138,9 +136,10 @@ def _verify(
     """Raise where the graph and the call itself give different results."""
     params = {k: p.detach().requires_grad_(k in call.trainable) for k, p in call.params.items()}
     with StandStill():
-        jacobian = pipeline.jacobian(At(params, buffers, call.x, call.y, call.batch), call.trainable, options)
+        at = At(params, call.buffers, call.x, call.y, call.batch)
+        jacobian = pipeline.jacobian(at, call.trainable, options)
         want = answer(jacobian, *further)
-        got = lowered.run([*flat_values(call.params, buffers, call.x, call.y), *further])
+        got = lowered.run([*flat_values(call.params, call.buffers, call.x, call.y), *further])
     worst = largest_error(
         *({str(i): t.detach() for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want)),
         half=pipeline.trace.rounds_to_half(),
@@ -160,7 +159,6 @@ def flat_values(params: Mapping[str, Any], buffers: Sequence[Tensor], x: Any, y:
 def _record(
     pipeline: Pipeline,
     call: Call,
-    buffers: Sequence[Tensor],
     options: Options,
     answer: Answer,
     further: Sequence[Tensor],
@@ -172,7 +170,7 @@ def _record(
     examples = [*trees.tensors(trees.as_call(call.x)), *trees.tensors(call.y), *further]
     fakes = [
         *(fake(mode, p).requires_grad_(k in call.trainable) for k, p in call.params.items()),
-        *(fake(mode, b) for b in buffers),
+        *(fake(mode, b) for b in call.buffers),
         *(fake_batch(mode, t) if symbolic else fake(mode, t) for t in examples),
     ]
     batch = fakes[-len(examples)].shape[0]
@@ -180,8 +178,7 @@ def _record(
     found: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
-        params, own_buffers, x, y = _unflat(flat, call, len(buffers))
-        jacobian = pipeline.jacobian(At(params, own_buffers, x, y, batch), call.trainable, options)
+        jacobian = pipeline.jacobian(_unflat(flat, call, batch), call.trainable, options)
         leaves, found["spec"] = pytree.tree_flatten(answer(jacobian, *flat[len(flat) - len(further) :]))
         return leaves
 
@@ -215,9 +212,8 @@ class _Fakes(FakeTensorMode):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        self.cache_enabled = (
-            False  # a cache of shapes takes longer than it saves in a graph that is recorded once
-        )
+        # a cache of shapes takes longer than it saves in a graph that is recorded once
+        self.cache_enabled = False
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.constant_pad_nd.default:
@@ -237,15 +233,14 @@ def _batchwise(conv_rule: str) -> str:
     return "unfold" if conv_rule in ("auto", "measure", "loop") else conv_rule
 
 
-def _unflat(
-    flat: Sequence[Tensor], call: Call, n_buffers: int
-) -> tuple[dict[str, Tensor], list[Tensor], Any, Any]:
+def _unflat(flat: Sequence[Tensor], call: Call, batch: Any) -> At:
+    """The other way round from `flat_values`."""
     left = iter(flat)
     params = {k: next(left) for k in call.params}
-    buffers = [next(left) for _ in range(n_buffers)]
+    buffers = [next(left) for _ in call.buffers]
     # positional and keyword arguments as one tuple: the pipeline reads no more than its tensors
     x, y = (trees.map_tensors(lambda _: next(left), tree) for tree in (trees.as_call(call.x), call.y))
-    return params, buffers, x, y
+    return At(params, buffers, x, y, batch)
 
 
 def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:

@@ -55,9 +55,8 @@ def add_noise(
 def _noisy(g: Tensor, scale: float, generator: torch.Generator) -> Tensor:
     if g.is_complex():  # both parts: torch's own complex normal numbers have half the variance in each
         return torch.view_as_complex(_noisy(torch.view_as_real(g.resolve_conj()), scale, generator))
-    wide = accumulable(
-        g
-    )  # normal numbers in half precision are few; the noisy sum is rounded once, afterwards
+    # normal numbers in half precision are few; the noisy sum is rounded once, afterwards
+    wide = accumulable(g)
     noise = torch.randn(g.shape, generator=generator, device=generator.device, dtype=wide.dtype)
     return (wide + scale * noise.to(g.device)).to(g.dtype)
 

@@ -12,12 +12,11 @@ from torch import Tensor, fx
 
 from . import trees
 from .arguments import Call, Options
+from .component import Term
 from .errors import LossError, PexgradError
 from .evaluate import BoundSite, cotangents, factors, way_out
-from .factors import Factor
 from .flow import batch_dims, fold_factor_of, value
-from .jacobian import Jacobian, join_uses
-from .jacobian import Use as FactorUse
+from .jacobian import Jacobian, joined
 from .layout import Layout
 from .loss import ExampleLosses
 from .plan import Use, nodes_needed, plan_site
@@ -87,7 +86,7 @@ class Pipeline:
             self.trace.serves(call.batch)
             and call.module.holds(self.held)
             and (not self.alike or self._are_alike(compared(call.x, call.y)))
-            and self.trace.follows(call.params.values(), call.module.buffers.values(), _inputs(call.x))
+            and self.trace.follows(call.params.values(), call.buffers, _inputs(call.x))
         )
 
     def _are_alike(self, tensors: list[Tensor]) -> bool:
@@ -95,20 +94,23 @@ class Pipeline:
 
     def jacobian(self, at: At, trainable: Sequence[str], options: Options) -> Jacobian:
         """Forward, cotangents and factors for one batch."""
-        losses, _, uses = self._evaluate(at, options)
+        losses, _, terms = self._evaluate(at, options)
         with torch.set_grad_enabled(options.create_graph):
-            terms = join_uses(uses)
+            terms = joined(terms)
         leaves = {k: at.params[k] for k in trainable}
         # a copy: losses may be the very memory of an output, and that of a parameter
         own = losses if options.create_graph else losses.detach().clone()
         return Jacobian(own, leaves, terms, options.create_graph)
 
-    def uses(self, at: At, options: Options) -> list[tuple[BoundSite, Operand, Factor]]:
+    def uses(self, at: At, options: Options) -> list[tuple[BoundSite, Operand, Term]]:
         """Every use of every parameter, with its factor, for `explain`."""
-        _, sites, uses = self._evaluate(at, options)
-        return [(site, operand, factor) for site, (operand, _, factor, _) in zip(sites, uses, strict=True)]
+        _, places, terms = self._evaluate(at, options)
+        return [(site, operand, term) for (site, operand), term in zip(places, terms, strict=True)]
 
-    def _evaluate(self, at: At, options: Options) -> tuple[Tensor, list[BoundSite], list[FactorUse]]:
+    def _evaluate(
+        self, at: At, options: Options
+    ) -> tuple[Tensor, list[tuple[BoundSite, Operand]], list[Term]]:
+        """The losses, and for each use of each parameter where it is and its term."""
         create_graph = options.create_graph
         forward = self.program.run([*at.params.values(), *at.buffers, *_inputs(at.x)])
         out, views = way_out(forward.outputs), [(t, t._version) for t in forward.outputs if t._is_view()]
@@ -120,33 +122,37 @@ class Pipeline:
                 "would go past the model's last operation; let the loss write into a copy, output.clone()"
             )
         grads = cotangents(forward, losses, out, self.sites, create_graph)
-        sites, uses = [], []
+        places, terms = [], []
         with torch.set_grad_enabled(create_graph), without_autocast(losses.device.type):
             for site in self.sites:
                 for operand, v, factor in factors(
                     site, forward, grads, at.batch, options.conv_rule, create_graph
                 ):
-                    sites.append(site)
-                    uses.append((operand, v, factor, self.windows[operand.node]))
-        return losses, sites, uses
+                    places.append((site, operand))
+                    terms.append(Term(v, operand.params, self.windows[operand.node], factor))
+        return losses, places, terms
 
     def vectorises(self, call: Call) -> bool:
         """Whether a call's losses are computed from one tensor, for the whole batch at once."""
-        values = [*call.params.values(), *call.module.buffers.values(), *_inputs(call.x)]
+        values = [*call.params.values(), *call.buffers, *_inputs(call.x)]
         output = self.outputs.whole(self.program.run(values).outputs)
-        if self.loss.vectorised is None or not self.outputs.plain():
-            return self.loss_takes_batches and type(output) is Tensor
-        return self.loss_takes_batches or self.loss.vectorised(output, call.y) is not None
+        by_reduction = _by_reduction(self.loss, self.outputs, output, call.y) is not None
+        return by_reduction or (self.loss_takes_batches and type(output) is Tensor)
 
     def losses(self, tensors: list[Tensor], y: Any, batch: int) -> Tensor:
         """(B,) losses from the tensors of the model's output."""
-        if self.loss.vectorised is not None and self.outputs.plain():
-            losses = self.loss.vectorised(self.outputs.whole(tensors), y)
-            if losses is not None:
-                return losses
+        output = self.outputs.whole(tensors)
+        losses = _by_reduction(self.loss, self.outputs, output, y)
+        if losses is not None:
+            return losses
         if self.loss_takes_batches:
-            return self.loss.of_batch(self.outputs.whole(tensors), y, batch)
+            return self.loss.of_batch(output, y, batch)
         return self.loss.of_slices(lambda b: self.outputs.example(tensors, batch, b), y, batch)
+
+
+def _by_reduction(loss: ExampleLosses, outputs: Outputs, output: Any, y: Any) -> Tensor | None:
+    """(B,) losses through the reduction of one of torch's own; None where the loss itself has to be called."""
+    return loss.vectorised(output, y) if loss.vectorised is not None and outputs.plain() else None
 
 
 def without_autocast(device: str) -> Any:
@@ -214,11 +220,7 @@ def _takes_batches(
         return False
     forward = program.run([*sample.params.values(), *buffers, *sample.inputs()])
     tensors = [t.detach() for t in forward.outputs]
-    if (
-        loss.vectorised is not None
-        and outputs.plain()
-        and loss.vectorised(outputs.whole(tensors), sample.y) is not None
-    ):
+    if _by_reduction(loss, outputs, outputs.whole(tensors), sample.y) is not None:
         return False
     one = lambda b: outputs.example(tensors, sample.batch, b)  # noqa: E731
     copies = [t.clone() for t in tensors]  # the loss may write into what it is given

@@ -79,9 +79,8 @@ class Window:
             place = place + steps.reshape(-1, *[1] * (len(size) - 1 - i))
         memory = rows.new_zeros(rows.shape[0], p.numel())
         memory = memory.index_copy(1, place.reshape(-1), rows.reshape(rows.shape[0], -1))
-        order = sorted(
-            range(p.dim()), key=lambda i: (-p.stride(i), p.shape[i] == 1)
-        )  # the outermost dimension first
+        # the outermost dimension first
+        order = sorted(range(p.dim()), key=lambda i: (-p.stride(i), p.shape[i] == 1))
         outer_first = memory.reshape(rows.shape[0], *(p.shape[i] for i in order))
         return outer_first.permute(0, *(1 + order.index(i) for i in range(p.dim())))
 

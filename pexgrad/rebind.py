@@ -34,9 +34,8 @@ def _loose_tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of `model` whose parameters and buffers are `tensors`, by name; names left out are shared."""
-    if isinstance(
-        model, nn.parallel.DistributedDataParallel
-    ):  # each process has the rows of its own examples
+    # each process has the rows of its own examples
+    if isinstance(model, nn.parallel.DistributedDataParallel):
         return rebind(model.module, {k.removeprefix("module."): t for k, t in tensors.items()})
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -76,7 +75,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Bound:
-    """A model, module or function, as one pure function `(tensors, *args, **kwargs) -> output`."""
+    """A model, module or function, whose forward can be taken at any parameters and buffers."""
 
     def __init__(self, model: nn.Module | Callable[..., Any]):
         self.model = model

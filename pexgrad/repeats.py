@@ -124,7 +124,7 @@ def _record(transform: Composable, pipeline: Pipeline, call: Call) -> Lowered:
     """The graph of a call as it is made, for this batch size and for runs without autograd."""
     options = replace(transform._options, verify=False)  # the bits will be compared
     with transform._lock:
-        lowered = lower(pipeline, call, [], options, transform._answer, any_batch=False)
+        lowered = lower(pipeline, call, options, transform._answer, any_batch=False)
     return replace(lowered, module=without_autograd(lowered.module))
 
 

@@ -199,9 +199,8 @@ def _expanded(p: fx.Node, node: fx.Node, dim: int, reference: tuple[fx.Node, int
     out, val = value(node), value(p)
     missing = out.dim() - val.dim()
     with trace.graph.inserting_before(node):
-        if (
-            val.dim() == 0 and val.dtype != out.dtype
-        ):  # a tensor without dimensions does not promote the others
+        # a tensor without dimensions does not promote the others
+        if val.dim() == 0 and val.dtype != out.dtype:
             p = insert(trace, aten._to_copy.default, (p,), like=node, dtype=out.dtype)
         size = insert(trace, aten.sym_size.int, reference, like=node)
         sizes: Iterable[Any] = [1] * missing + list(val.shape)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import InputError
-from .factors._base import accumulable, dots, real, squared_norms
+from .factors._base import accumulable, dots, flat, real, squared_norms, sum_of, weighted
 
 Rows = Mapping[str, Tensor]
 
@@ -101,9 +101,9 @@ def dot(rows: Rows, other: Rows) -> Tensor:
             got = "nothing" if v is None else tuple(v.shape)
             raise InputError(f"'{k}' has rows {tuple(r.shape)}, but {got} to multiply them with")
         if v.dim() == r.dim():
-            parts[k] = dots(r, v) if r.dim() > 1 else real(accumulable(r) * accumulable(v).conj())
+            parts[k] = dots(r, v)
         else:
-            parts[k] = real(accumulable(r.reshape(r.shape[0], -1)) @ accumulable(v.reshape(-1)).conj())
+            parts[k] = real(accumulable(flat(r)) @ accumulable(v.reshape(-1)).conj())
     return _total(parts)
 
 
@@ -120,7 +120,8 @@ def clip(rows: Rows, max_norm: float) -> dict[str, Tensor]:
         raise InputError(f"max_norm={max_norm!r} must be a positive, finite number")
     own = norms(rows)
     assert isinstance(own, Tensor)
-    return _scaled(rows, 1 / torch.clamp(own / max_norm, min=1))
+    weights = 1 / torch.clamp(own / max_norm, min=1)
+    return {k: weighted(r, weights) for k, r in rows.items()}
 
 
 def mean(rows: Rows, weights: Tensor | None = None) -> dict[str, Tensor]:
@@ -129,7 +130,7 @@ def mean(rows: Rows, weights: Tensor | None = None) -> dict[str, Tensor]:
     >>> mean(grads)["weight"].shape
     torch.Size([2, 3])
     """
-    scaled = rows if weights is None else _scaled(rows, weights)
+    scaled = rows if weights is None else {k: weighted(r, weights) for k, r in rows.items()}
     return {k: r.sum(0) / max(1, r.shape[0]) for k, r in scaled.items()}
 
 
@@ -158,15 +159,7 @@ def to_module_grads(model: nn.Module, grads: Rows, *, accumulate: bool = False) 
         own[k].grad = before + g if accumulate and before is not None else g
 
 
-def _scaled(rows: Rows, weights: Tensor) -> dict[str, Tensor]:
-    return {k: r * weights.to(r.dtype).reshape(-1, *[1] * (r.dim() - 1)) for k, r in rows.items()}
-
-
 def _total(parts: Mapping[str, Tensor]) -> Tensor:
     if not parts:
         raise InputError("there are no rows: the dict is empty")
-    return (
-        torch.stack(list(parts.values())).sum(0)
-        if len({p.dtype for p in parts.values()}) == 1
-        else sum(parts.values())
-    )  # type: ignore[return-value]
+    return sum_of(list(parts.values()))

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from .reads import of_class, of_function
 
-Place = tuple[
-    int, Any
-]  # how many references were found before a tensor's holder; the attribute, key or index in it
+# how many references were found before a tensor's holder; the attribute, key or index in it
+Place = tuple[int, Any]
 
 
 class Snapshot(NamedTuple):

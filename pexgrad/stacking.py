@@ -112,6 +112,7 @@ _SIZES = ("size", "sizes", "shape", "input_sizes")
     aten.split.Tensor, aten.split_with_sizes.default, aten.sort.default, aten.max.dim, aten.min.dim, aten.argmax.default,
     aten.unbind.int, aten._safe_softmax.default,
     aten.select_scatter.default, aten.slice_scatter.default, aten.unfold_backward.default,
+    aten.tril.default, aten.triu.default, aten.constant_pad_nd.default,
 )  # fmt: skip
 def _along_dimensions(operation: Any, m: int, a: Arguments) -> Any:
     if operation not in _OF_NUMBERS and not all(map(_rank, _tensors(a))):
@@ -184,19 +185,12 @@ def _reduce(operation: Any, m: int, a: Arguments) -> Any:
 
 
 @_register(
-    aten.new_empty_strided.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
+    aten.new_empty_strided.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
     aten.new_empty.default,
-)  # the same for every member
+)  # fmt: skip
 def _constant(operation: Any, m: int, a: Arguments) -> Any:
+    """The same for every member."""
     return _call(operation, _map(lambda v: v.values[0] if isinstance(v, Stacked) else v, a))
-
-
-@_register(aten.tril.default, aten.triu.default, aten.constant_pad_nd.default)
-def _last_dimensions(operation: Any, m: int, a: Arguments) -> Any:
-    return Stacked(_call(operation, _map(lambda t: _full(t, m), a)))
 
 
 # --- over the batch ---------------------------------------------------------------------------------

@@ -121,9 +121,8 @@ class StandStill(TorchDispatchMode):
         if distribution not in _LEVELS:
             return func(*_without_chance(func, args), **kwargs)
         x, *settings = _without_generators(args)
-        settings += [
-            kwargs[k] for k in ("from", "to", "mean", "std") if k in kwargs
-        ]  # after those given by position
+        # after those given by position
+        settings += [kwargs[k] for k in ("from", "to", "mean", "std") if k in kwargs]
         level = _LEVELS[distribution](*settings)
         if name.endswith("_"):
             return x.fill_(level)

@@ -6,7 +6,7 @@ at a batch of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,8 @@ from torch import Tensor
 from . import trees
 from .jacobian import Jacobian
 from .loss import ExampleLosses
+from .pipeline import At
 from .rebind import Bound
-
-STRATEGIES = ("crb", "multi", "naive")
 
 
 def _alias(model: Bound, p: Tensor) -> Tensor:
@@ -28,11 +27,9 @@ def _alias(model: Bound, p: Tensor) -> Tensor:
 def _example_loss(
     model: Bound, losses: ExampleLosses, params: dict[str, Tensor], x: Any, y: Any, b: int
 ) -> Tensor:
-    args, kwargs = trees.as_call(
-        trees.map_tensors(torch.clone, trees.examples(x, b, b + 1))
-    )  # the model may write to it
-    forward = model.fresh(params)
-    output = forward(*args, **kwargs)
+    own = trees.map_tensors(torch.clone, trees.examples(x, b, b + 1))  # the model may write to it
+    args, kwargs = trees.as_call(own)
+    output = model.fresh(params)(*args, **kwargs)
     return losses.of_slices(lambda _: output, trees.examples(y, b, b + 1), 1)[0]
 
 
@@ -44,40 +41,38 @@ def _grad(loss: Tensor, leaves: list[Tensor], create_graph: bool) -> list[Tensor
 
 
 def naive(
-    model: Bound, loss: ExampleLosses, params: dict[str, Tensor], trainable: list[str], x: Any, y: Any, batch: int,
-    create_graph: bool,
-) -> Jacobian:  # fmt: skip
+    model: Bound, loss: ExampleLosses, at: At, trainable: Sequence[str], create_graph: bool
+) -> Jacobian:
     """One example at a time: the definition."""
     losses, rows = [], []
     with torch.enable_grad():
-        for b in range(batch):
-            own = {k: p.clone() for k, p in params.items()} if model.writes_to_parameters() else params
-            value = _example_loss(model, loss, own, x, y, b)
-            rows.append(_grad(value, [params[k] for k in trainable], create_graph))
+        for b in range(at.batch):
+            own = {k: p.clone() for k, p in at.params.items()} if model.writes_to_parameters() else at.params
+            value = _example_loss(model, loss, own, at.x, at.y, b)
+            rows.append(_grad(value, [at.params[k] for k in trainable], create_graph))
             losses.append(value if create_graph else value.detach())
     return _stacked(losses, rows, trainable, create_graph)
 
 
 def multi(
-    model: Bound, loss: ExampleLosses, params: dict[str, Tensor], trainable: list[str], x: Any, y: Any, batch: int,
-    create_graph: bool,
-) -> Jacobian:  # fmt: skip
+    model: Bound, loss: ExampleLosses, at: At, trainable: Sequence[str], create_graph: bool
+) -> Jacobian:
     """Every example with its own aliases of the parameters, views and not copies; one backward through the sum."""
     losses, aliases = [], []
     with torch.enable_grad():
-        for b in range(batch):
-            mine = {k: _alias(model, p) for k, p in params.items()}
-            losses.append(_example_loss(model, loss, mine, x, y, b))
+        for b in range(at.batch):
+            mine = {k: _alias(model, p) for k, p in at.params.items()}
+            losses.append(_example_loss(model, loss, mine, at.x, at.y, b))
             aliases.append([mine[k] for k in trainable])
         flat = [a for mine in aliases for a in mine]
         grads = _grad(torch.stack(losses).sum(), flat, create_graph)
     n = len(trainable)
-    rows = [grads[b * n : (b + 1) * n] for b in range(batch)]
+    rows = [grads[b * n : (b + 1) * n] for b in range(at.batch)]
     return _stacked([v if create_graph else v.detach() for v in losses], rows, trainable, create_graph)
 
 
 def _stacked(
-    losses: list[Tensor], rows: list[list[Tensor]], trainable: list[str], create_graph: bool
+    losses: list[Tensor], rows: list[list[Tensor]], trainable: Sequence[str], create_graph: bool
 ) -> Jacobian:
     columns = zip(*rows, strict=True)
     by_name = {k: torch.stack(c) for k, c in zip(trainable, columns, strict=True)}

@@ -64,35 +64,19 @@ class Transform(Composable):
         """The table of what a call with these arguments does; nothing is kept of the gradients."""
         call = self._check(params, x, y)
         pipeline = self._pipeline(call) if self._options.strategy == "crb" and call.batch else None
-        uses = (
-            []
-            if pipeline is None
-            else pipeline.uses(At(*self._values(call), call.x, call.y, call.batch), self._options)
-        )
+        uses = [] if pipeline is None else pipeline.uses(self._at(call), self._options)
         return explain(pipeline, uses, self._options.strategy, call.params, call.trainable, call.batch)
 
     def _check(self, params: Params, x: Any, y: Any) -> Call:
         return check_call(self._model, params, x, y)
 
     def _jacobian(self, call: Call) -> Jacobian:
-        o = self._options
-        params, buffers = self._values(call)
-        if o.strategy != "crb":
-            run = LOOPS[o.strategy]
-            with differentiable_kernels(o.create_graph):
-                return run(
-                    self._model,
-                    self._loss,
-                    params,
-                    call.trainable,
-                    call.x,
-                    call.y,
-                    call.batch,
-                    o.create_graph,
-                )
-        pipeline = self._pipeline(call)
+        o, at = self._options, self._at(call)
+        pipeline = self._pipeline(call) if o.strategy == "crb" else None
         with differentiable_kernels(o.create_graph):
-            return pipeline.jacobian(At(params, buffers, call.x, call.y, call.batch), call.trainable, o)
+            if pipeline is None:
+                return LOOPS[o.strategy](self._model, self._loss, at, call.trainable, o.create_graph)
+            return pipeline.jacobian(at, call.trainable, o)
 
     def _chunk_size(self, call: Call) -> int:
         return self._options.chunk_size or call.batch
@@ -104,15 +88,15 @@ class Transform(Composable):
             part = call if size >= call.batch else call.examples(b, b + size)
             yield slice(b, b + part.batch), self._jacobian(part)
 
-    def _values(self, call: Call) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Parameters as leaves of this call's own (the user's where the result is to be differentiable), and buffers."""
+    def _at(self, call: Call) -> At:
+        """The call with parameters as leaves of its own (the user's where the result is to be differentiable)."""
         own = self._options.create_graph
         trainable = set(call.trainable)
         params = {
             k: p if own and p.requires_grad else p.detach().requires_grad_(k in trainable)
             for k, p in call.params.items()
         }
-        return params, list(call.module.buffers.values())
+        return At(params, call.buffers, call.x, call.y, call.batch)
 
     def _pipeline(self, call: Call) -> Pipeline:
         key = self._signature(call)

@@ -1,4 +1,4 @@
-"""The check on a new trace: its rows against the definition, computed with the original module and plain autograd."""
+"""Stage 7, once per trace: its rows against the definition, computed with the original module and plain autograd."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ def verify(
         if at is two and not follows(at):
             continue  # the changed parameters lead the model's code another way
         with StandStill():
-            want = naive(model, loss, at.params, trainable, at.x, at.y, at.batch, False)
+            here = At(at.params, buffers, at.x, at.y, at.batch)
+            want = naive(model, loss, here, trainable, False)
             if not _finite(want.rows()) and at is two:
                 continue  # the changed parameters leave the model's domain; the given ones decide
-            got = pipeline.jacobian(At(at.params, buffers, at.x, at.y, at.batch), trainable, Options())
+            got = pipeline.jacobian(here, trainable, Options())
             wrong = largest_error({"": got.losses}, {"": want.losses}, half)
             if wrong is None:
                 rows = got.rows()

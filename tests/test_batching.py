@@ -214,6 +214,22 @@ def test_half_precision_norms_are_accumulated_in_float32():
     assert norms.dtype == torch.float32 and norms.allclose(torch.tensor(70000.0).sqrt().float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_half_precision_rows_are_not_rounded(dtype):
+    rows = {"w": torch.tensor([[3e4, 4e4], [0.3, 0.4]], dtype=dtype)}
+    wide = {"w": rows["w"].float()}
+    for bound in (1e-4, 0.3):  # 1e-4 / 5e4 is nothing in float16
+        assert torch.equal(R.clip(rows, bound)["w"], R.clip(wide, bound)["w"].to(dtype))
+    weights = torch.tensor([1e-8, 1.0]).float()
+    assert torch.equal(R.mean(rows, weights)["w"], (wide["w"] * weights[:, None]).to(dtype).sum(0) / 2)
+
+
+def test_products_of_no_rows():
+    rows = {"w": torch.zeros(0, 3, 4), "s": torch.zeros(0)}
+    assert R.dot(rows, {"w": torch.zeros(3, 4), "s": torch.zeros(())}).shape == (0,)
+    assert R.dot(rows, rows).shape == (0,)
+
+
 def test_gradients_for_an_optimiser():
     model, params, x, y = mlp()
     grads = pexgrad.clipped_grad(model, max_norm=0.3)(params, x, y).grads

@@ -12,8 +12,9 @@ Axes: b batch, t positions, then the operand's own. For a factor with rows G (b,
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -222,6 +223,12 @@ def total(parts: Iterator[Tensor]) -> Tensor:
     for part in parts:
         result = result + part
     return result
+
+
+def sum_of(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of parts of one shape, in the widest of their dtypes."""
+    widest = functools.reduce(torch.promote_types, (p.dtype for p in parts))
+    return torch.stack([p.to(widest) for p in parts]).sum(0)
 
 
 def into(out: Tensor | None, rows: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..factors import Broadcast
+from ..factors._base import channels_last
 from .linear import together
-from .norm import channels
 from .registry import register_rule
 
 aten = torch.ops.aten
@@ -30,12 +30,8 @@ def expand_self(g: Tensor, *, batch_dim: int, shape: torch.Size, dtype: torch.dt
 
 @register_rule(aten.prelu.default, "weight", batch_dim=0)
 def prelu_weight(g: Tensor, self: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
-    g, x = together(g, self)
-    factor = channels(
-        g.unsqueeze(2) if g.dim() == 2 else g, x.unsqueeze(2) if g.dim() == 2 else x, shape, dtype
-    )
-    g, r = factor.g, factor.r
-    assert r is not None
+    g, x = (v.unsqueeze(2) if v.dim() == 2 else v for v in together(g, self))
+    g, x = channels_last(g), channels_last(x)
     if shape.numel() == 1:  # one slope for all channels
-        g, r = g.flatten(1)[..., None], r.flatten(1)[..., None]
-    return Broadcast(g, r.clamp(max=0), shape, dtype)
+        g, x = g.flatten(1)[..., None], x.flatten(1)[..., None]
+    return Broadcast(g, x.clamp(max=0), shape, dtype)

@@ -32,9 +32,8 @@ def embedding_weight(
     if padding_idx >= 0:
         g = g.masked_fill((ids == padding_idx)[..., None], 0)
     if scale_grad_by_freq:
-        g = (
-            g / (ids[:, :, None] == ids[:, None, :]).sum(2)[..., None]
-        )  # how often the id occurs in its own example
+        # how often each id occurs in its own example
+        g = g / (ids[:, :, None] == ids[:, None, :]).sum(2)[..., None]
     return Scatter(g, ids, shape, dtype)
 
 

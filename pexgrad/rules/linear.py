@@ -26,10 +26,8 @@ def together(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def outer(g: Tensor, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Outer:
     """g (b, *t, o) and x (b, *t, i) as a factor of rows (b, o, i)."""
-    g, x = together(g, x.conj())
-    return Outer(
-        g.flatten(1, -2).unsqueeze(2), x.flatten(1, -2).unsqueeze(2), shape, dtype
-    )  # (b, t, 1, o), (b, t, 1, i)
+    g, x = (v.flatten(1, -2).unsqueeze(2) for v in together(g, x.conj()))  # (b, t, 1, o), (b, t, 1, i)
+    return Outer(g, x, shape, dtype)
 
 
 @register_rule(aten.linear.default, "weight")

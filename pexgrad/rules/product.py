@@ -26,9 +26,8 @@ aten = torch.ops.aten
 def right(g: Tensor, x: Tensor, *, batch_dim: int, shape: torch.Size, dtype: torch.dtype) -> Outer:
     """The rule for w in y = x w: g (b, t, *rest) and x (b, t, *rest), each without its batch dimension."""
     matrix = tuple(shape) if len(shape) > 1 else (shape[0], 1)
-    from_right = (
-        g.dim() - 1 - batch_dim + (len(shape) == 1)
-    )  # of the batch among (*lead, m, o); 1 is the last
+    # the place of the batch among (*lead, m, o); 1 is the last
+    from_right = g.dim() - 1 - batch_dim + (len(shape) == 1)
     g = g.unsqueeze(-1) if len(shape) == 1 else g
     g, x = _with_batch(g, from_right), _with_batch(x, from_right)
     return _outer(x, g, matrix, shape, dtype, conjugate_g=True)
@@ -174,12 +173,8 @@ def einsum_operand(index: int) -> Callable[..., Factor]:
             return factor
         if [*heads, *columns, *rows] == list(own):
             return Outer(factor.x, factor.g, shape, dtype)
-        made = [
-            *heads,
-            *rows,
-            *columns,
-            *repeated,
-        ]  # an order that an outer factor has not: the rows themselves
+        # an order that an outer factor has not: the rows themselves
+        made = [*heads, *rows, *columns, *repeated]
         grid = Outer(factor.g, factor.x, tuple(sizes[c] for c in made if c not in repeated), dtype).rows()
         grid = grid[(..., *[None] * len(repeated))].expand(-1, *(sizes[c] for c in made))
         return Rows(grid.permute(0, *(1 + made.index(c) for c in own)))

@@ -1,6 +1,6 @@
 """The table of rules: one for each operand of each operation.
 
-A rule is a function `rule(cotangent, *residuals, *, statics) -> Factor`. Its positional parameters after
+A rule is a function `rule(cotangent, *residuals, **statics) -> Factor`. Its positional parameters after
 the first name the operation's arguments whose values it needs, its keyword-only ones the settings. The
 cotangent and every batched residual arrive batch first, as (b, t, *rest): `rest` is the shape without its batch dimension,
 and t counts what of that dimension belongs to one example (1 for a plain batch, T for a (B*T, ...) fold).
