@@ -163,7 +163,19 @@ def check_out(out: Mapping[str, Tensor], call: Call, create_graph: bool) -> dict
                 f"{', '.join(map(str, p.shape))}) {p.dtype} without requires_grad"
             )
         found[k] = out[k][: call.batch]
+    _check_apart(found)
     return found
+
+
+def _check_apart(out: dict[str, Tensor]) -> None:
+    """Raise where rows would be written over other rows."""
+    names: dict[int, str] = {}
+    for k, t in out.items():
+        if any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True)):
+            raise InputError(f"out[{k!r}] is expanded: its rows would be written over one another")
+        other = names.setdefault(t.data_ptr(), k) if t.numel() else k
+        if other != k:
+            raise InputError(f"out[{k!r}] and out[{other!r}] are the same memory")
 
 
 def _check_parameter(model: Bound, name: str, p: Any, own: dict[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .factors import BLOCK_BYTES, Factor, Outer, Rows
 from .factors._base import accumulable, is_recorded, slices, square, squared_norms
-from .pullback import Window, jvp, vjp, vjp_rows
+from .pullback import Window, is_linear, jvp, vjp, vjp_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +88,10 @@ class Component:
     def _is_whole(self, term: Term) -> bool:
         return term.window is not None and term.window.whole
 
+    def _goes_by_rows(self, term: Term) -> bool:
+        """Whether sums of rows may not be pulled back in one, because the pullback may not be linear."""
+        return term.window is None and not is_linear(term.value)
+
     def _term_rows(self, term: Term) -> Iterator[tuple[str, Tensor]]:
         rows = term.factor.rows()
         if term.window is not None:
@@ -108,6 +112,10 @@ class Component:
             (name,) = term.params
             yield name, term.factor.weighted_sum(weights[name])
             return
+        if self._goes_by_rows(term):
+            for k, rows in self._term_rows(term):
+                yield k, Rows(rows).weighted_sum(weights[k])
+            return
         distinct = {id(weights[k]): weights[k] for k in term.params}
         for key, w in distinct.items():
             names = tuple(k for k in term.params if id(weights[k]) == key)
@@ -117,12 +125,15 @@ class Component:
         """(b,): the inner product of each row with `v`."""
         parts = []
         for term in self.terms:
+            if self._goes_by_rows(term):
+                parts += [Rows(rows).dot(v[k]) for k, rows in self._term_rows(term)]
+                continue
             if term.window is not None:
                 tangent = term.window.of(v[term.window.param], self.leaves[term.window.param])
             else:
                 tangent = jvp(term.value, self.leaves, term.params, v, self.create_graph)
             parts.append(term.factor.dot(tangent))
-        return torch.stack(parts).sum(0)
+        return torch.stack(parts).sum(0) if parts else self.terms[0].value.new_zeros(self.batch).real
 
     # --- squares and inner products -----------------------------------------------------------------
 

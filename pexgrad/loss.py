@@ -82,11 +82,12 @@ def _names_of_settings(module_type: type[nn.Module]) -> list[str]:
 
 
 def _reduction(settings: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The reduction and the other settings; None where deprecated settings decide it."""
+    """The reduction and the other settings; None where deprecated settings decide it, or there is no such reduction."""
     rest = dict(settings)
     if rest.pop("size_average", None) is not None or rest.pop("reduce", None) is not None:
         return None
-    return rest.pop("reduction", "mean"), rest
+    how = rest.pop("reduction", "mean")
+    return (how, rest) if how in ("mean", "sum", "none") else None
 
 
 def _elementwise(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Tensor | None:

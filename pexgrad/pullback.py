@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from .factors._base import is_recorded, real
 from .flow import storage, value
@@ -125,6 +127,20 @@ def _overlaps(view: Tensor) -> bool:
             return True
         reach += s * (n - 1)
     return False
+
+
+def is_linear(derived: Tensor) -> bool:
+    """Whether the pullback is known to be linear: torch's own are; a custom `autograd.Function` may do anything, or detach."""
+    seen: set[Any] = set()
+    left = [derived.grad_fn]
+    while left:
+        node = left.pop()
+        if isinstance(node, BackwardCFunction):
+            return False
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+    return True
 
 
 def vjp(

@@ -147,6 +147,18 @@ def _substituted(forward: Callable[..., Any], replacements: dict[int, Tensor]) -
     return run
 
 
+def global_hooks() -> tuple[int, ...]:
+    """The keys of the hooks that are registered for every module there is."""
+    module = torch.nn.modules.module
+    if not module._has_any_global_hook():
+        return ()
+    hooks = (
+        module._global_forward_hooks, module._global_forward_pre_hooks,
+        module._global_backward_hooks, module._global_backward_pre_hooks,
+    )  # fmt: skip
+    return tuple(key for held in hooks for key in held)  # a key is given once
+
+
 def refuse_backward_hooks(model: nn.Module | Callable[..., Any]) -> None:
     """Raise where a module has hooks that autograd would run on its way back."""
     if not isinstance(model, nn.Module):

@@ -27,10 +27,11 @@ def _alias(model: Bound, p: Tensor) -> Tensor:
 def _example_loss(
     model: Bound, losses: ExampleLosses, params: dict[str, Tensor], x: Any, y: Any, b: int
 ) -> Tensor:
-    own = trees.map_tensors(torch.clone, trees.examples(x, b, b + 1))  # the model may write to it
-    args, kwargs = trees.as_call(own)
+    # copies: the model, or the loss, may write to them
+    x, y = (trees.map_tensors(torch.clone, trees.examples(tree, b, b + 1)) for tree in (x, y))
+    args, kwargs = trees.as_call(x)
     output = model.fresh(params)(*args, **kwargs)
-    return losses.of_slices(lambda _: output, trees.examples(y, b, b + 1), 1)[0]
+    return losses.of_slices(lambda _: output, y, 1)[0]
 
 
 def _grad(loss: Tensor, leaves: list[Tensor], create_graph: bool) -> list[Tensor]:

@@ -29,7 +29,7 @@ from .jacobian import Jacobian
 from .loss import ExampleLosses, Loss
 from .modes import differentiable_kernels
 from .pipeline import At, Pipeline, build
-from .rebind import Bound, refuse_backward_hooks
+from .rebind import Bound, global_hooks, refuse_backward_hooks
 from .snapshot import held_by
 from .strategies import LOOPS
 from .verify import verify
@@ -89,11 +89,12 @@ class Transform(Composable):
             yield slice(b, b + part.batch), self._jacobian(part)
 
     def _at(self, call: Call) -> At:
-        """The call with parameters as leaves of its own (the user's where the result is to be differentiable)."""
+        """The call with parameters as leaves of its own (views of the user's where the result is to be differentiable)."""
         own = self._options.create_graph
         trainable = set(call.trainable)
         params = {
-            k: p if own and p.requires_grad else p.detach().requires_grad_(k in trainable)
+            # a view for each name: the rows of one do not count those of another that is the same tensor
+            k: p.view_as(p) if own and p.requires_grad else p.detach().requires_grad_(k in trainable)
             for k, p in call.params.items()
         }
         return At(params, call.buffers, call.x, call.y, call.batch)
@@ -160,7 +161,7 @@ class Transform(Composable):
             tuple((k, b.shape, b.dtype, b.device) for k, b in call.module.buffers.items()),
             tuple(call.trainable),
             spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
-            _autocast("cpu"), _autocast("cuda"),
+            _autocast("cpu"), _autocast("cuda"), global_hooks(),
         )  # fmt: skip
 
 

@@ -1,0 +1,116 @@
+"""Ways to a wrong number that no one family of models has in common."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from cases.case import Net, labels, param
+from oracle import assert_rows_equal, rows_of
+
+import pexgrad
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def named(model):
+    return dict(model.named_parameters())
+
+
+class Clamped(torch.autograd.Function):
+    """A backward that is not linear, as quantised layers have that clip gradients."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w.sign()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.clamp(-0.1, 0.1)
+
+
+class Detached(Clamped):
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g.detach()
+
+
+@pytest.mark.parametrize("function", [Clamped, Detached])
+def test_parameters_behind_a_backward_of_ones_own(function):
+    model = Net(lambda s, x: F.linear(x, function.apply(s.w)), w=param(3, 6))
+    x, y = torch.randn(5, 6), labels(5, 3)
+    want = rows_of(model, F.cross_entropy, x, y)["w"]
+    norms = want.flatten(1).norm(dim=1)
+    jacobian = pexgrad.per_example_jacobian(model)(named(model), x, y)
+    weights, v = torch.randn(5), torch.randn(3, 6)
+    torch.testing.assert_close(jacobian.rows()["w"], want)
+    torch.testing.assert_close(jacobian.norms(), norms)
+    torch.testing.assert_close((jacobian.T @ weights)["w"], torch.tensordot(weights, want, 1))
+    torch.testing.assert_close(jacobian @ {"w": v}, (want * v).sum((1, 2)))
+    torch.testing.assert_close(jacobian.moments().mean["w"], want.mean(0))
+    clipped = pexgrad.clipped_grad(model, max_norm=0.05)(named(model), x, y).grads["w"]
+    torch.testing.assert_close(clipped, torch.tensordot(0.05 / norms.clamp(min=0.05), want, 1))
+
+
+@pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
+def test_one_tensor_under_two_names(strategy):
+    t, x = torch.randn((), requires_grad=True), torch.randn(4)
+    fn = pexgrad.per_example_grad(
+        lambda p, x: x * (p["a"] * p["b"]), lambda o, _: o, strategy=strategy, create_graph=True
+    )
+    rows = fn({"a": t, "b": t}, x)
+    assert_rows_equal({k: r.detach() for k, r in rows.items()}, {k: x * t.detach() for k in "ab"})
+    (second,) = torch.autograd.grad(rows["a"].sum() + rows["b"].sum(), [t])
+    torch.testing.assert_close(second, 2 * x.sum())
+
+
+def test_a_reduction_that_there_is_not():
+    model, x, y = nn.Linear(6, 3), torch.randn(4, 6), torch.randn(4, 3)
+    loss = nn.MSELoss()
+    fn = pexgrad.per_example_grad(model, loss)
+    fn(named(model), x, y)
+    loss.reduction = "avg"
+    with pytest.raises(ValueError, match="avg"):
+        fn(named(model), x, y)
+
+
+def test_buffers_in_one_place():
+    fn = pexgrad.per_example_grad(lambda p, x: x @ p["a"] * (x @ p["b"]), lambda o, _: o)
+    params, x, room = {"a": torch.randn(6), "b": torch.randn(6)}, torch.randn(4, 6), torch.zeros(4, 6)
+    with pytest.raises(pexgrad.InputError, match="same memory"):
+        fn(params, x, out={"a": room, "b": room})
+    with pytest.raises(pexgrad.InputError, match="expanded"):
+        fn(params, x, out={"a": room, "b": torch.zeros(6).expand(4, 6)})
+    flat = torch.zeros(4, 12)  # parts of one matrix are no such place
+    rows = fn(params, x, out=pexgrad.rows.unflatten(flat, params))
+    assert_rows_equal(rows, fn(params, x))
+
+
+@pytest.mark.parametrize("strategy", ["multi", "naive"])
+def test_a_loss_that_writes_into_the_target(strategy):
+    model, x, y = nn.Linear(6, 3), torch.randn(4, 6), torch.randn(4, 3)
+    before = y.clone()
+    pexgrad.per_example_grad(model, lambda o, y: (o - y.mul_(3)).square().sum(), strategy=strategy)(
+        named(model), x, y
+    )
+    assert torch.equal(y, before)
+
+
+def test_global_hooks_that_come_later():
+    model, x, y = nn.Linear(6, 3), torch.randn(4, 6), labels(4, 3)
+    fn = pexgrad.per_example_grad(model)
+    fn(named(model), x, y)
+    hook = nn.modules.module.register_module_forward_hook(lambda m, args, out: 2 * out)
+    try:
+        rows, want = fn(named(model), x, y), rows_of(model, F.cross_entropy, x, y)
+    finally:
+        hook.remove()
+    assert_rows_equal(rows, want)
+    hook = nn.modules.module.register_module_full_backward_hook(lambda m, before, after: None)
+    try:
+        with pytest.raises(pexgrad.TraceError, match="backward hook"):
+            fn(named(model), x, y)
+    finally:
+        hook.remove()
+    assert_rows_equal(fn(named(model), x, y), rows_of(model, F.cross_entropy, x, y))
