@@ -23,6 +23,7 @@ from .plan import Use, nodes_needed, plan_site
 from .probe import Layouts, first_layouts, probe
 from .pullback import Window, find_window
 from .rebind import Bound
+from .rehearsal import rehearsed
 from .rewrite import Output, rewrite
 from .sample import Sample, compared, draw, is_alike
 from .sites import Operand, Site, find_sites
@@ -169,7 +170,7 @@ def _inputs(x: Any) -> list[Tensor]:
 def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Sample]:
     """Trace, rewrite, find the sites, tap, and probe on a few examples, which are returned too."""
     trainable = set(call.trainable)
-    traced = _trace_serving(model, call)
+    traced = rehearsed(model, call, lambda: _trace_serving(model, call))
     held = call.module.contents() if traced.reads_numbers else call.module.places(traced.constants())
     kinds = rewrite(traced, call.params, trainable)
     sites = find_sites(traced, trainable)

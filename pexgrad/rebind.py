@@ -20,16 +20,16 @@ from torch.utils._pytree import tree_map
 from .errors import TraceError
 
 
-def _loose_tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Tensors in plain attributes: caches, constants, the weight that old-style weight norm leaves behind."""
-    if isinstance(value, Tensor):
+def _shared(value: Any, depth: int = 3) -> Iterator[Tensor | torch.Generator]:
+    """In plain attributes: generators, which go on, and tensors: caches, constants, what old-style weight norm leaves behind."""
+    if isinstance(value, Tensor | torch.Generator):
         yield value
     elif depth and isinstance(value, Mapping):
         for v in value.values():
-            yield from _loose_tensors(v, depth - 1)
+            yield from _shared(v, depth - 1)
     elif depth and isinstance(value, list | tuple | set):
         for v in value:
-            yield from _loose_tensors(v, depth - 1)
+            yield from _shared(v, depth - 1)
 
 
 def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -39,8 +39,8 @@ def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         return rebind(model.module, {k.removeprefix("module."): t for k, t in tensors.items()})
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for t in _loose_tensors(vars(module)):
-            memo[id(t)] = t
+        for v in _shared(vars(module)):
+            memo[id(v)] = v
     for name, t in named_tensors(model).items():
         memo[id(t)] = tensors.get(name, t)
     try:

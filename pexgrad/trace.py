@@ -65,8 +65,14 @@ class Trace:
 
     def constants(self) -> list[Tensor]:
         """Tensors that are neither parameters nor buffers nor inputs."""
-        held = [getattr(self.root, str(n.target), None) for n in self.graph.nodes if n.op == "get_attr"]
-        return [t for t in held if isinstance(t, Tensor)]
+        return [t for t in self._held() if isinstance(t, Tensor)]
+
+    def generators(self) -> list[torch.Generator]:
+        """Those that random operations draw from, beside the default ones."""
+        return [g for g in self._held() if isinstance(g, torch.Generator)]
+
+    def _held(self) -> Iterator[Any]:
+        return (getattr(self.root, str(n.target), None) for n in self.graph.nodes if n.op == "get_attr")
 
     def rounds_to_half(self) -> bool:
         """Whether any value is in half precision, as it is under autocast."""

@@ -31,6 +31,7 @@ from .modes import differentiable_kernels
 from .pipeline import At, Pipeline, build
 from .rebind import Bound, global_hooks, refuse_backward_hooks
 from .snapshot import held_by
+from .still import StandStill
 from .strategies import LOOPS
 from .verify import verify
 
@@ -145,7 +146,8 @@ class Transform(Composable):
     def _raise_own_error(self, call: Call) -> None:
         """Where the model or the loss itself fails on this batch, let its own error be the one that is seen."""
         args, kwargs = trees.as_call(trees.map_tensors(torch.clone, call.x))
-        with torch.no_grad(), warnings.catch_warnings():
+        # random numbers are neither drawn nor seeded
+        with torch.random.fork_rng(devices=()), StandStill(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's own, given before
             output = self._model.fresh({k: p.detach().clone() for k, p in call.params.items()})(
                 *args, **kwargs
