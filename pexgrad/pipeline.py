@@ -20,7 +20,7 @@ from .jacobian import Jacobian, joined
 from .layout import Layout
 from .loss import ExampleLosses
 from .plan import Use, nodes_needed, plan_site
-from .probe import Layouts, first_layouts, probe
+from .probe import Layouts, first_layouts, probe, refuse_mixing_in
 from .pullback import Window, find_window
 from .rebind import Bound
 from .rehearsal import rehearsed
@@ -188,6 +188,9 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Samp
             sample = draw(traced.serves, call, scramble=False)
             layouts = _layouts(traced, sites, program, sample, buffers)
         outputs = Outputs(traced, layouts.outputs, [k is Output.COPIED for k in kinds])
+        if call.batch > sample.batch:
+            own = [p.detach().requires_grad_(k in trainable) for k, p in call.params.items()]
+            refuse_mixing_in(call, traced, program, layouts.outputs, [*own, *buffers])
         takes_batches = _takes_batches(loss, program, outputs, sample, buffers)
     bound = _bind(traced, sites, uses, program.slots, layouts)
     alike = sample.alike(targets=takes_batches)

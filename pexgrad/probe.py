@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from . import trees
+from .arguments import Call
 from .compare import largest_error
 from .errors import MixedExamplesError, TraceError
 from .flow import batch_dims, value, where
@@ -63,6 +65,38 @@ def probe(
             "that depends on the size of the batch"
         )
     return Layouts(chosen, edges)
+
+
+def refuse_mixing_in(
+    call: Call, trace: Trace, program: Program, outputs: list[Layout | None], tensors: list[Tensor]
+) -> None:
+    """Raise where an example of the whole batch, of which the probe sees a few, has another output there than alone.
+
+    That is decided by whether it moves with the others: what is alone goes through other kernels, and may be rounded
+    to the other side of a step.
+    """
+    inputs, batch, half = trees.tensors(trees.as_call(call.x)), call.batch, trace.rounds_to_half()
+    size = next((n for n in (1, 2, 3) if trace.serves(n)), batch)
+    if size >= batch:
+        return
+    whole = [t.detach() for t in program.run([*tensors, *inputs]).outputs]
+    for b in sorted({0, batch // 2, batch - 1}):
+        own = [t[b : b + 1].repeat_interleave(size, 0) for t in inputs]
+        alone = program.run([*tensors, *own]).outputs
+        pairs = [(at, x, y) for at, x, y in zip(outputs, whole, alone, strict=True) if at is not None]
+        if all(_agree(at.view(x, batch)[b], at.view(y, size)[0], half) for at, x, y in pairs):
+            continue
+        generator = torch.Generator().manual_seed(0)
+        changed = [all_but(t, b, generator) for t in inputs]
+        try:
+            after = program.run([*tensors, *changed]).outputs
+        except (IndexError, RuntimeError):  # values that do not fit one another
+            continue
+        if any(
+            at is not None and _moves(at, x, y, batch, b)
+            for at, x, y in zip(outputs, whole, after, strict=True)
+        ):
+            raise _mixed(trace, program, [*tensors, *inputs], [*tensors, *changed], b)
 
 
 def _same_alone(

@@ -131,16 +131,19 @@ def _overlaps(view: Tensor) -> bool:
 
 def is_linear(derived: Tensor) -> bool:
     """Whether the pullback is known to be linear: torch's own are; a custom `autograd.Function` may do anything, or detach."""
-    seen: set[Any] = set()
-    left = [derived.grad_fn]
+    return not any(isinstance(node, BackwardCFunction) for node in history(derived))
+
+
+def history(t: Tensor) -> Iterator[Any]:
+    """The nodes of autograd that lie behind a value."""
+    seen: set[Any] = {None}
+    left: list[Any] = [t.grad_fn]
     while left:
         node = left.pop()
-        if isinstance(node, BackwardCFunction):
-            return False
-        if node is not None and node not in seen:
+        if node not in seen:
             seen.add(node)
+            yield node
             left += [before for before, _ in node.next_functions]
-    return True
 
 
 def vjp(

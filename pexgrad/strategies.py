@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from . import trees
+from .errors import LossError
 from .jacobian import Jacobian
 from .loss import ExampleLosses
 from .pipeline import At
+from .pullback import history
 from .rebind import Bound
 
 
@@ -34,6 +36,17 @@ def _example_loss(
     return losses.of_slices(lambda _: output, y, 1)[0]
 
 
+def _refuse_other_ways(loss: Tensor, model: Bound, trainable: Sequence[str]) -> None:
+    """Raise where an example's loss depends on the module's own parameters, not only on those that it is called with."""
+    own = {id(p): k for k, p in model.parameters().items() if k in set(trainable)}
+    read = {own[id(n.variable)] for n in history(loss) if id(getattr(n, "variable", None)) in own}
+    if read:
+        raise LossError(
+            f"the loss reads {', '.join(map(repr, sorted(read)))} from the model itself, past the parameters that the function "
+            "is called with, so that part of the gradient would be missing; let the model return what the loss needs of them"
+        )
+
+
 def _grad(loss: Tensor, leaves: list[Tensor], create_graph: bool) -> list[Tensor]:
     if not loss.requires_grad:
         return [torch.zeros_like(p) for p in leaves]
@@ -50,6 +63,8 @@ def naive(
         for b in range(at.batch):
             own = {k: p.clone() for k, p in at.params.items()} if model.writes_to_parameters() else at.params
             value = _example_loss(model, loss, own, at.x, at.y, b)
+            if not b and not create_graph:
+                _refuse_other_ways(value, model, trainable)
             rows.append(_grad(value, [at.params[k] for k in trainable], create_graph))
             losses.append(value if create_graph else value.detach())
     return _stacked(losses, rows, trainable, create_graph)
@@ -64,6 +79,8 @@ def multi(
         for b in range(at.batch):
             mine = {k: _alias(model, p) for k, p in at.params.items()}
             losses.append(_example_loss(model, loss, mine, at.x, at.y, b))
+            if not b and not create_graph:
+                _refuse_other_ways(losses[0], model, trainable)
             aliases.append([mine[k] for k in trainable])
         flat = [a for mine in aliases for a in mine]
         grads = _grad(torch.stack(losses).sum(), flat, create_graph)

@@ -114,3 +114,64 @@ def test_global_hooks_that_come_later():
     finally:
         hook.remove()
     assert_rows_equal(fn(named(model), x, y), rows_of(model, F.cross_entropy, x, y))
+
+
+# --- examples that mix, where the probe's few do not ------------------------------------------------------
+
+
+def far_apart(s, x):
+    """A causal convolution over time, on data whose batch lies where time should."""
+    return s.conv(F.pad(x.T[None], (8, 0)))[0].T
+
+
+def clipped_together(s, x):
+    h = s.lin(x)
+    return h * (4 / h.norm()).clamp(max=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (Net(far_apart, conv=nn.Conv1d(6, 3, 3, dilation=4)), 9),
+        (
+            Net(
+                lambda s, x: s.lin(torch.ones(len(x), len(x), dtype=x.dtype).tril(-4) @ x),
+                lin=nn.Linear(6, 3),
+            ),
+            12,
+        ),
+        (Net(clipped_together, lin=nn.Linear(6, 3)), 64),
+    ],
+)
+def test_examples_that_mix_only_in_a_large_batch(model, batch):
+    model = model.double()
+    with pytest.raises(pexgrad.MixedExamplesError, match="mix"):
+        pexgrad.per_example_grad(model)(named(model), torch.randn(batch, 6), labels(batch, 3))
+
+
+def test_steps_that_rounding_may_take_either_way_do_not_mix():
+    model = Net(lambda s, x: s.lin(x) + (1e6 * s.lin(x)).detach().round() % 2, lin=nn.Linear(6, 3)).float()
+    x, y = torch.randn(64, 6).float(), labels(64, 3)
+    pexgrad.per_example_grad(model, verify=False)(named(model), x, y)
+
+
+# --- a loss that goes past the parameters -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
+def test_a_loss_that_reads_the_models_own_parameters(strategy):
+    model, x, y = nn.Linear(6, 3), torch.randn(4, 6), labels(4, 3)
+
+    def decayed(out, y):
+        return F.cross_entropy(out, y, reduction="none") + 0.5 * model.weight.square().sum()
+
+    with pytest.raises(pexgrad.LossError, match="reads 'weight' from the model itself"):
+        pexgrad.per_example_grad(model, decayed, strategy=strategy)(named(model), x, y)
+
+    def constant(out, y):
+        return F.cross_entropy(out, y, reduction="none") * model.weight.detach().norm()
+
+    rows = pexgrad.per_example_grad(model, constant, strategy=strategy)(named(model), x, y)
+    assert_rows_equal(rows, rows_of(model, constant, x, y))
+    frozen = pexgrad.per_example_grad(model, decayed, strategy=strategy)({"bias": model.bias}, x, y)
+    assert_rows_equal(frozen, {"bias": rows_of(model, decayed, x, y)["bias"]})
