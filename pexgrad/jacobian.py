@@ -35,6 +35,8 @@ class Moments:
 class Jacobian:
     """J, of shape batch x parameters: `losses` (B,), and the rows dL_b/d(parameters) unevaluated.
 
+    It still reads the inputs: where one is changed in place, its methods raise an `InputError` from then on.
+
     >>> J = per_example_jacobian(model)(params, x, y)
     >>> J.norms().shape, J.gram().shape
     (torch.Size([5]), torch.Size([5, 5]))
@@ -44,6 +46,7 @@ class Jacobian:
     leaves: dict[str, Tensor]  # the parameters, in the order of the result
     terms: list[Term]
     create_graph: bool = False
+    made_of: tuple[tuple[Tensor, int], ...] = ()  # inputs that factors may still read, and their versions
 
     @classmethod
     def of_rows(cls, losses: Tensor, rows: dict[str, Tensor], create_graph: bool = False) -> Jacobian:
@@ -70,6 +73,11 @@ class Jacobian:
         return components(self.leaves, self.terms, self.create_graph)
 
     def _mode(self) -> AbstractContextManager[object]:
+        if any(t._version != version for t, version in self.made_of):
+            raise InputError(
+                "an input has been changed in place since the Jacobian was made, which still reads it: finish with the Jacobian "
+                "first, or pass a copy"
+            )
         return recording(self.create_graph)
 
     def rows(self, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

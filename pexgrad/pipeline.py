@@ -95,13 +95,14 @@ class Pipeline:
 
     def jacobian(self, at: At, trainable: Sequence[str], options: Options) -> Jacobian:
         """Forward, cotangents and factors for one batch."""
+        made_of = tuple((t, t._version) for t in _inputs(at.x))
         losses, _, terms = self._evaluate(at, options)
         with torch.set_grad_enabled(options.create_graph):
             terms = joined(terms)
         leaves = {k: at.params[k] for k in trainable}
         # a copy: losses may be the very memory of an output, and that of a parameter
         own = losses if options.create_graph else losses.detach().clone()
-        return Jacobian(own, leaves, terms, options.create_graph)
+        return Jacobian(own, leaves, terms, options.create_graph, made_of)
 
     def uses(self, at: At, options: Options) -> list[tuple[BoundSite, Operand, Term]]:
         """Every use of every parameter, with its factor, for `explain`."""

@@ -141,8 +141,8 @@ class Reader:
             )
         if any(map(_draws, nodes)):
             raise TraceError(
-                f"the model's Python code reads a random number from a tensor (at {where}); draw it with Python's random, "
-                f"or {ANY_MODEL}"
+                f"the model's Python code reads a random number from a tensor (at {where}), which a graph would keep "
+                f"for ever: choose with torch.where, or {ANY_MODEL}"
             )
         program = _program(graph, root, nodes, list(sources.values()), self.batch)
         varies = bool(params or buffers or inputs)

@@ -175,3 +175,19 @@ def test_a_loss_that_reads_the_models_own_parameters(strategy):
     assert_rows_equal(rows, rows_of(model, constant, x, y))
     frozen = pexgrad.per_example_grad(model, decayed, strategy=strategy)({"bias": model.bias}, x, y)
     assert_rows_equal(frozen, {"bias": rows_of(model, decayed, x, y)["bias"]})
+
+
+def test_a_jacobian_whose_input_has_changed():
+    model, x, y = nn.Linear(6, 3), torch.randn(4, 6), labels(4, 3)
+    jacobian = pexgrad.per_example_jacobian(model)(named(model), x, y)
+    assert_rows_equal(jacobian.rows(), rows_of(model, F.cross_entropy, x, y))
+    x.zero_()
+    for use in (
+        jacobian.rows,
+        jacobian.norms,
+        jacobian.gram,
+        jacobian.keep,
+        lambda: jacobian.T @ torch.ones(4),
+    ):
+        with pytest.raises(pexgrad.InputError, match="changed in place"):
+            use()
