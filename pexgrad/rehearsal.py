@@ -21,6 +21,7 @@ import torch
 from . import trees
 from .arguments import Call
 from .errors import ANY_MODEL, TraceError
+from .fakes import TRACING
 from .rebind import Bound
 from .still import StandStill
 from .trace import Trace
@@ -29,9 +30,10 @@ from .trace import Trace
 def rehearsed(model: Bound, call: Call, tracing: Callable[[], Trace]) -> Trace:
     """What `tracing()` gives, or an error where a graph would draw other random numbers than the model does."""
     before = _states()
-    with _seeding_refused():
+    with TRACING, _seeding_refused():
         traced = _with_known_generators(_rehearse(model, call), tracing)
-    if _states() != before:
+    # another thread may have drawn some
+    if _states() != before and all(_draws_with_python(model, call) for _ in range(2)):
         raise TraceError(
             "the model draws from Python's or NumPy's random numbers, of which a graph would keep one draw for ever; draw with "
             f"torch and choose with torch.where, or {ANY_MODEL}"
@@ -43,13 +45,13 @@ def _rehearse(model: Bound, call: Call) -> list[torch.Generator] | None:
     """Run the model on the first example; the generators that it drew from, or None where it does not take one example."""
     noting = _Noting()
     args, kwargs = trees.as_call(trees.map_tensors(torch.clone, trees.examples(call.x, 0, 1)))
-    params, buffers = (
-        {k: t.detach().clone() for k, t in held.items()} for held in (call.params, call.module.buffers)
-    )
+    params = {k: p.detach() for k, p in call.params.items()}
+    if model.writes_to_parameters():
+        params = {k: p.clone() for k, p in params.items()}
     with noting, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            model.at(params, buffers)(*args, **kwargs)
+            model.fresh(params)(*args, **kwargs)
         except TraceError:
             raise
         except Exception:  # noqa: BLE001 - what the model itself fails of will be seen on the whole batch
@@ -113,6 +115,12 @@ def _refuse_seeding() -> None:
         "the model seeds random numbers in its forward, or makes a generator there, which a graph does not repeat: it would "
         f"draw on and on; do that outside, or {ANY_MODEL}"
     )
+
+
+def _draws_with_python(model: Bound, call: Call) -> bool:
+    before = _states()
+    _rehearse(model, call)
+    return _states() != before
 
 
 def _states() -> tuple[Any, ...]:
