@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # Relative errors above which a difference is not rounding. Measured on networks of 20 to 50 layers: up to 1e-6 for
-# float32, 4e-3 for TF32 (which convolutions use by default where a device has it), 0.07 for half precision.
+# float32, 4e-3 for TF32 (simulated; convolutions use it by default where a device has it), 0.07 for half precision.
 DOUBLE, SINGLE, TF32, HALF = 1e-7, 5e-3, 3e-2, 0.1
 
 

@@ -7,7 +7,7 @@ example at a time for rows, once for a weighted sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,9 +134,9 @@ def is_linear(derived: Tensor) -> bool:
     return not any(isinstance(node, BackwardCFunction) for node in history(derived))
 
 
-def history(t: Tensor) -> Iterator[Any]:
-    """The nodes of autograd that lie behind a value."""
-    seen: set[Any] = {None}
+def history(t: Tensor, until: Iterable[Any] = ()) -> Iterator[Any]:
+    """The nodes of autograd that lie behind a value, as far as those of `until`."""
+    seen: set[Any] = {None, *until}
     left: list[Any] = [t.grad_fn]
     while left:
         node = left.pop()

@@ -36,10 +36,12 @@ def _example_loss(
     return losses.of_slices(lambda _: output, y, 1)[0]
 
 
-def _refuse_other_ways(loss: Tensor, model: Bound, trainable: Sequence[str]) -> None:
+def _refuse_other_ways(loss: Tensor, model: Bound, at: At, trainable: Sequence[str]) -> None:
     """Raise where an example's loss depends on the module's own parameters, not only on those that it is called with."""
     own = {id(p): k for k, p in model.parameters().items() if k in set(trainable)}
-    read = {own[id(n.variable)] for n in history(loss) if id(getattr(n, "variable", None)) in own}
+    # what a call is given may itself be made of them, where its result is to be differentiated
+    given = [t.grad_fn for t in (*at.params.values(), *trees.tensors((at.x, at.y)))]
+    read = {own[id(n.variable)] for n in history(loss, given) if id(getattr(n, "variable", None)) in own}
     if read:
         raise LossError(
             f"the loss reads {', '.join(map(repr, sorted(read)))} from the model itself, past the parameters that the function "
@@ -63,8 +65,8 @@ def naive(
         for b in range(at.batch):
             own = {k: p.clone() for k, p in at.params.items()} if model.writes_to_parameters() else at.params
             value = _example_loss(model, loss, own, at.x, at.y, b)
-            if not b and not create_graph:
-                _refuse_other_ways(value, model, trainable)
+            if not b:
+                _refuse_other_ways(value, model, at, trainable)
             rows.append(_grad(value, [at.params[k] for k in trainable], create_graph))
             losses.append(value if create_graph else value.detach())
     return _stacked(losses, rows, trainable, create_graph)
@@ -79,8 +81,8 @@ def multi(
         for b in range(at.batch):
             mine = {k: _alias(model, p) for k, p in at.params.items()}
             losses.append(_example_loss(model, loss, mine, at.x, at.y, b))
-            if not b and not create_graph:
-                _refuse_other_ways(losses[0], model, trainable)
+            if not b:
+                _refuse_other_ways(losses[0], model, at, trainable)
             aliases.append([mine[k] for k in trainable])
         flat = [a for mine in aliases for a in mine]
         grads = _grad(torch.stack(losses).sum(), flat, create_graph)

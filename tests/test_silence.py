@@ -18,6 +18,10 @@ def named(model):
     return dict(model.named_parameters())
 
 
+def detached(rows):
+    return {k: r.detach() for k, r in rows.items()}
+
+
 class Clamped(torch.autograd.Function):
     """A backward that is not linear, as quantised layers have that clip gradients."""
 
@@ -158,23 +162,36 @@ def test_steps_that_rounding_may_take_either_way_do_not_mix():
 # --- a loss that goes past the parameters -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
-def test_a_loss_that_reads_the_models_own_parameters(strategy):
+def test_a_loss_that_reads_the_models_own_parameters(strategy, create_graph):
+    options = {"strategy": strategy, "create_graph": create_graph}
     model, x, y = nn.Linear(6, 3), torch.randn(4, 6), labels(4, 3)
 
     def decayed(out, y):
         return F.cross_entropy(out, y, reduction="none") + 0.5 * model.weight.square().sum()
 
     with pytest.raises(pexgrad.LossError, match="reads 'weight' from the model itself"):
-        pexgrad.per_example_grad(model, decayed, strategy=strategy)(named(model), x, y)
+        pexgrad.per_example_grad(model, decayed, **options)(named(model), x, y)
 
     def constant(out, y):
         return F.cross_entropy(out, y, reduction="none") * model.weight.detach().norm()
 
-    rows = pexgrad.per_example_grad(model, constant, strategy=strategy)(named(model), x, y)
-    assert_rows_equal(rows, rows_of(model, constant, x, y))
-    frozen = pexgrad.per_example_grad(model, decayed, strategy=strategy)({"bias": model.bias}, x, y)
-    assert_rows_equal(frozen, {"bias": rows_of(model, decayed, x, y)["bias"]})
+    rows = pexgrad.per_example_grad(model, constant, **options)(named(model), x, y)
+    assert_rows_equal(detached(rows), rows_of(model, constant, x, y))
+    frozen = pexgrad.per_example_grad(model, decayed, **options)({"bias": model.bias}, x, y)
+    assert_rows_equal(detached(frozen), {"bias": rows_of(model, decayed, x, y)["bias"]})
+
+
+@pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
+def test_what_a_call_is_given_may_be_made_of_the_models_own_parameters(strategy):
+    model, x, y = nn.Linear(6, 3), torch.randn(4, 6), labels(4, 3)
+    fn = pexgrad.per_example_grad(model, strategy=strategy, create_graph=True)
+    stepped, x = {k: 0.9 * p for k, p in named(model).items()}, x * model.bias.sum()
+    rows = fn(stepped, x, y)
+    moved = nn.Linear(6, 3)
+    moved.load_state_dict(stepped)
+    assert_rows_equal(detached(rows), rows_of(moved, F.cross_entropy, x.detach(), y))
 
 
 def test_a_jacobian_whose_input_has_changed():
