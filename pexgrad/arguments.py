@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from . import trees
 from .errors import InputError
@@ -181,6 +182,10 @@ def _check_apart(out: dict[str, Tensor]) -> None:
 def _check_parameter(model: Bound, name: str, p: Any, own: dict[str, Tensor]) -> None:
     if not isinstance(p, Tensor):
         raise InputError(f"params[{name!r}] is {type(p).__name__}, not a tensor")
+    if is_lazy(p):
+        raise InputError(
+            f"parameter '{name}' is lazy and has no shape yet; call the model once with a batch before"
+        )
     if not model.is_module:
         return
     if name not in own:

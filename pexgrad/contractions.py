@@ -70,11 +70,17 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
     return aten.matmul.default(x, y)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """With one output, and no dimension for it: x weight."""
+    return matmul(x, weight) if weight.dim() == 1 and bias is None else NotImplemented
+
+
 CONTRACTIONS = {
     aten.einsum.default: einsum,
     aten.baddbmm.default: with_sum(torch.bmm),
     aten.addbmm.default: with_sum(lambda x, y: torch.bmm(x, y).sum(0)),
     aten.addmv.default: with_sum(matmul),
+    aten.linear.default: linear,
     aten.mv.default: matmul,
     aten.dot.default: matmul,
 }

@@ -5,8 +5,11 @@ What both recordings of a graph share: that of the model (`trace.py`) and that o
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -37,6 +40,17 @@ _METADATA = tuple(
 def computes_metadata(filename: str) -> bool:
     """Whether code of this file only works out the metadata of fake tensors, on which no graph depends."""
     return any(part in filename for part in _METADATA)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's notes on shapes that do not fit: the error says so, or there is another way."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def fake(mode: FakeTensorMode, t: Tensor) -> Tensor:

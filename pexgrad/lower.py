@@ -14,7 +14,6 @@ examples (a loss written for one example, the fallback for an operation without 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,8 +33,9 @@ from . import trees
 from .arguments import Call, Options
 from .compare import largest_error
 from .errors import TraceError, VerificationError
-from .fakes import TRACING, computes_metadata, fake, fake_batch
+from .fakes import computes_metadata, fake, fake_batch, quiet
 from .flow import operation
+from .modes import uncompiled
 from .numbers import noting_numbers
 from .pipeline import At, Pipeline
 from .portable import make_portable, reshape_views, without_checks
@@ -97,24 +97,13 @@ def lower(
     lowered = None
     if any_batch:
         # some operations' shape functions take no symbolic size
-        with _quiet(), contextlib.suppress(TraceError):
+        with quiet(), contextlib.suppress(TraceError):
             lowered = _record(pipeline, call, recorded, answer, further, symbolic=True)
     if lowered is None or not lowered.serves(call.batch):
         lowered = _record(pipeline, call, recorded, answer, further, symbolic=False)
     if options.verify:
         _verify(lowered, pipeline, call, options, answer, further)
     return lowered
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's notes on operations that take no symbolic size, for which there is the second recording."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def _refuse_readings(pipeline: Pipeline) -> None:
@@ -246,7 +235,7 @@ def _unflat(flat: Sequence[Tensor], call: Call, batch: Any) -> At:
 def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
     try:
         # fused attention has no rule for vmap and no second derivative; its parts have both
-        with TRACING, sdpa_kernel(SDPBackend.MATH):
+        with uncompiled(), sdpa_kernel(SDPBackend.MATH):
             module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     except Exception as e:
         lines = str(e).strip().splitlines()

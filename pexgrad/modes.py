@@ -4,6 +4,7 @@
 - `torch.inference_mode()`: autograd records nothing there, so a call leaves it, with copies of what was made in it.
 - `torch.func` transforms: their tensors are wrapped, once for each level; here they are told apart and unwrapped.
 - `torch.autograd.forward_ad`: autograd inside a call would lose the tangents, so such a call goes the same way.
+- `torch.compile`: what is compiled, of a model or as a whole, is traced as the Python code that it was made of.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 
 from . import trees
+from .fakes import TRACING
 
 
 def recording(differentiable: bool = True) -> AbstractContextManager[Any]:
@@ -39,15 +42,29 @@ def differentiable_kernels(wanted: bool) -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH) if wanted else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Code that was given to `torch.compile` runs as it is written, where it is traced and where that is checked."""
+    traced_through = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+    with TRACING, torch.compiler.set_stance("force_eager"), traced_through:  # both are the whole process's
+        yield
+
+
 def recordable(tree: Any) -> Any:
     """`tree` with copies of the tensors that were made in inference mode, which autograd refuses."""
     if isinstance(tree, Tensor):
-        return tree.clone() if tree.is_inference() else tree
-    if type(tree) is dict and all(isinstance(t, Tensor) and not t.is_inference() for t in tree.values()):
+        return tree.clone() if _is_of_inference(tree) else tree
+    if type(tree) is dict and all(isinstance(t, Tensor) and not _is_of_inference(t) for t in tree.values()):
         return tree  # what parameters nearly always are
-    if not any(t.is_inference() for t in trees.tensors(tree)):
+    if not any(map(_is_of_inference, trees.tensors(tree))):
         return tree
     return trees.map_tensors(recordable, tree)
+
+
+def _is_of_inference(t: Tensor) -> bool:
+    return (
+        not is_lazy(t) and t.is_inference()
+    )  # of a lazy one, which is refused by its name, nothing can be asked
 
 
 # --- tensors inside torch.func transforms -----------------------------------------------------------

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from .errors import TraceError
+from .errors import InputError, TraceError
 
 
 def _shared(value: Any, depth: int = 3) -> Iterator[Tensor | torch.Generator]:
@@ -78,6 +80,13 @@ class Bound:
     """A model, module or function, whose forward can be taken at any parameters and buffers."""
 
     def __init__(self, model: nn.Module | Callable[..., Any]):
+        for path, m in model.named_modules() if isinstance(model, nn.Module) else ():
+            if isinstance(m, torch.jit.ScriptModule):
+                what = f"the module at '{path}'" if path else "the model"
+                raise InputError(
+                    f"{what} is scripted ({m.original_name}), and TorchScript keeps its parameters to itself; pass the Python "
+                    "module that it was made of"
+                )
         self.model = model
 
     @property
@@ -120,11 +129,17 @@ def _captures(model: nn.Module) -> bool:
     """Whether code of the module reaches tensors or modules through a closure, which no copy of the module changes."""
     for m in model.modules():
         for f in (*vars(m).values(), type(m).forward):
-            for cell in getattr(getattr(f, "__func__", f), "__closure__", None) or ():
+            for cell in getattr(_innermost(f), "__closure__", None) or ():
                 with contextlib.suppress(ValueError):  # an empty cell
                     if isinstance(cell.cell_contents, Tensor | nn.Module):
                         return True
     return False
+
+
+def _innermost(f: Any) -> Any:
+    """The function under a method, or under what wraps it (`torch.compile`, say)."""
+    f = getattr(f, "__func__", f)
+    return inspect.unwrap(f) if isinstance(f, FunctionType) else f
 
 
 class _Substitution(TorchFunctionMode):

@@ -30,7 +30,7 @@ from .compare import is_half
 from .decompositions import DECOMPOSITIONS
 from .disguise import disguised
 from .errors import ANY_MODEL, PexgradError, TraceError
-from .fakes import HINT, TRACING, computes_metadata, fake, fake_batch
+from .fakes import HINT, TRACING, computes_metadata, fake, fake_batch, quiet
 from .numbers import noting_numbers
 from .opaque import opaque_functions, traced_data, traced_hooks
 from .readings import Answer, Reader, Reading, Values, answering, holds
@@ -213,10 +213,12 @@ def _tracing(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
         opaque_functions(),
         traced_hooks(),
         traced_data(),
+        quiet(),
         answering(reader, running),
         torch.backends.opt_einsum.flags(enabled=False),  # its search for a path fixes every size
         mock.patch.object(builtins, "len", _traced_len(builtins.len)),
         mock.patch.object(nn.Module, "_apply", _apply),
+        mock.patch.object(nn.TransformerEncoder, "forward", _without_nesting(nn.TransformerEncoder.forward)),
         noting_numbers(reader.note),
         mock.patch.object(PythonKeyTracer, "create_node", _noting_source(PythonKeyTracer.create_node)),
         mock.patch.object(proxy_tensor, "proxy_call", _noting_depth(proxy_tensor.proxy_call, running)),
@@ -272,6 +274,19 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
     return module
 
 
+def _without_nesting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """An encoder that is differentiated uses no nested tensors, but asks first whether its mask allows them, which is data."""
+
+    def run(self: nn.TransformerEncoder, src: Tensor, *args: Any, **kwargs: Any) -> Any:
+        differentiated = src.requires_grad or any(p.requires_grad for p in self.layers[0].parameters())
+        if not (differentiated and torch.is_grad_enabled()):
+            return forward(self, src, *args, **kwargs)
+        with mock.patch.object(torch, "_nested_tensor_from_mask_left_aligned", return_value=False):
+            return forward(self, src, *args, **kwargs)
+
+    return run
+
+
 def _noting_source(create_node: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
     def noted(self: PythonKeyTracer, *args: Any, **kwargs: Any) -> fx.Node:
         node = create_node(self, *args, **kwargs)
@@ -291,20 +306,14 @@ def _module_paths(forward: Callable[..., Any]) -> Iterator[None]:
     if not isinstance(forward, nn.Module):
         yield
         return
-    names = {m: name for name, m in forward.named_modules()}
 
-    def enter(module: nn.Module, _: Any) -> None:
-        if module in names:  # and not another thread's
-            _paths.append(names[module])
+    def leave(*_: Any) -> None:
+        _paths.pop()
 
-    def leave(module: nn.Module, _: Any, __: Any) -> None:
-        if module in names:
-            _paths.pop()
-
-    hooks = (
-        nn.modules.module.register_module_forward_pre_hook(enter),
-        nn.modules.module.register_module_forward_hook(leave, always_call=True),
-    )
+    hooks = []
+    for name, m in forward.named_modules():
+        hooks.append(m.register_forward_pre_hook(lambda *_, path=name: _paths.append(path), prepend=True))
+        hooks.append(m.register_forward_hook(leave, always_call=True))
     try:
         yield
     finally:

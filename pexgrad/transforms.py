@@ -27,7 +27,7 @@ from .errors import (
 from .explain import Explanation, explain
 from .jacobian import Jacobian
 from .loss import ExampleLosses, Loss
-from .modes import differentiable_kernels
+from .modes import differentiable_kernels, uncompiled
 from .pipeline import At, Pipeline, build
 from .rebind import Bound, global_hooks, refuse_backward_hooks
 from .snapshot import held_by
@@ -109,7 +109,8 @@ class Transform(Composable):
                     return pipeline
             refuse_backward_hooks(self._model.model)
             self._warn_of_changes(key)
-            pipeline = self._build(call)
+            with uncompiled():
+                pipeline = self._build(call)
             known.insert(0, pipeline)  # it may take the place of one that no longer serves
             leaves = trees.flatten((trees.as_call(call.x), call.y))[0]
             others = [held for v in leaves if not isinstance(v, Tensor) for held in held_by(v)]

@@ -108,6 +108,11 @@ def batch_size(x_leaves: list[Any], y_leaves: list[Any]) -> int:
         raise InputError("x holds no tensor, so there is no batch")
     found += [("y", t) for t in y_leaves if isinstance(t, Tensor)]
     for where, t in found:
+        if t.layout is not torch.strided or t.is_nested:
+            kind = "nested" if t.is_nested else f"of layout {t.layout}"
+            raise InputError(
+                f"a tensor in {where} is {kind}, which has no slice for each example; pass a dense one"
+            )
         if t.dim() == 0:
             raise InputError(f"a tensor in {where} has no dimensions; the batch must be its dimension 0")
     batch = found[0][1].shape[0]

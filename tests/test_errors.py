@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import torch.nn as nn
@@ -192,3 +194,45 @@ def test_without_a_graph_the_line_and_the_remedy_are_named():
     net = Net(lambda s, x: s.lin(x) if x.sum() > 0 else -s.lin(x), lin=nn.Linear(4, 5))
     with pytest.raises(PexgradError, match=r'(?s)test_errors\.py:\d+.*strategy="naive"'):
         per_example_grad(net)(named(net), *batch())
+
+
+@STRATEGIES
+@pytest.mark.parametrize("script", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(3, 4))])
+@pytest.mark.filterwarnings("ignore")
+def test_a_scripted_module_is_named(strategy, script):
+    with pytest.raises(PexgradError, match=r"the model is scripted \(Sequential\)"):
+        per_example_grad(script(model()), strategy=strategy)
+    with pytest.raises(PexgradError, match=r"the module at '1' is scripted"):
+        per_example_grad(nn.Sequential(nn.Identity(), script(model())), strategy=strategy)
+
+
+@STRATEGIES
+def test_a_lazy_parameter_is_named_and_works_once_it_has_a_shape(strategy):
+    net, (x, y) = nn.Sequential(nn.LazyLinear(5)), batch()
+    fn = per_example_grad(net, strategy=strategy)
+    with pytest.raises(PexgradError, match=r"'0\.weight' is lazy"):
+        fn(named(net), x, y)
+    net(x)
+    assert fn(named(net), x, y)["0.weight"].shape == (3, 5, 4)
+
+
+@STRATEGIES
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "nested"])
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_slices(strategy, kind):
+    net, (x, y) = model(), batch()
+    other = (
+        torch.nested.nested_tensor(list(x)) if kind == "nested" else x.to_sparse(layout=getattr(torch, kind))
+    )
+    for bad in ((other, y), (x, other)):
+        with pytest.raises(PexgradError, match=r"dense"):
+            per_example_grad(net, strategy=strategy)(named(net), *bad)
+
+
+def test_torch_prints_nothing_of_a_shape_that_does_not_fit(monkeypatch):
+    printed = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", printed.append)
+    net, (_, y) = Net(lambda s, x: x @ s.lin.weight, lin=nn.Linear(4, 5)), batch()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        per_example_grad(net)(named(net), torch.randn(3, 4), y)
+    assert not printed

@@ -240,3 +240,15 @@ def squeeze_and_excitation(b):
         return x * torch.sigmoid(s.up(F.relu(s.down(F.adaptive_avg_pool2d(x, 1)))))
 
     return Net(forward, down=nn.Conv2d(4, 2, 1), up=nn.Conv2d(2, 4, 1)), torch.randn(b, 4, 3, 3), None, wave
+
+
+@case("attention")
+def encoder_in_eval_with_a_padding_mask(b):
+    """torch's encoder asks whether the mask allows nested tensors, even where it will not use them."""
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    net = Net(
+        lambda s, x, padding: s.encoder(x, src_key_padding_mask=padding).masked_fill(padding[..., None], 0),
+        encoder=nn.TransformerEncoder(layer, 2).eval(),
+    )
+    padding = torch.arange(5) >= (5 - torch.arange(b) % 3)[:, None]
+    return net, (torch.randn(b, 5, 8), padding), None, wave

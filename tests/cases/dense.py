@@ -88,3 +88,8 @@ def mixer_block(b):
 
     net = Net(forward, tokens=mix(5), channels=mix(4), n1=nn.LayerNorm(4), n2=nn.LayerNorm(4))
     return net, torch.randn(b, 5, 4), None, wave
+
+
+@case("dense")
+def linear_with_a_vector_for_its_weight(b):
+    return Net(lambda s, x: F.linear(x, s.w), w=param(4)), torch.randn(b, 3, 4), None, wave
