@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import trees
+from .checks import positive_int, shaped
 from .errors import InputError
 from .factors.conv import check_conv_rule
 from .modes import recording
@@ -55,9 +56,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise InputError(f"strategy={self.strategy!r} is not one of {', '.join(map(repr, STRATEGIES))}")
-        size = self.chunk_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise InputError(f"chunk_size={size!r} must be a positive number of examples, or None")
+        if self.chunk_size is not None:
+            positive_int(self.chunk_size, "chunk_size")
         check_conv_rule(self.conv_rule)
 
 
@@ -86,12 +86,9 @@ class Call:
         with recording(False):
             return {k: self.params[k].new_empty(self.batch, *self.params[k].shape) for k in self.trainable}
 
-    def no_numbers(self) -> Tensor:
-        """An empty (0,), real and at least float32: what losses and norms of no examples are."""
-        if not self.trainable:
-            return torch.zeros(0)
-        p = self.params[self.trainable[0]].detach()
-        return p.new_zeros(0, dtype=torch.promote_types(p.dtype.to_real(), torch.float32))
+    def no_numbers(self, *names: str) -> Tensor:
+        """(0,): what losses, and norms of the entries `names` or of all, are for no examples."""
+        return example_numbers([self.params[k].detach() for k in names or self.trainable])
 
     def examples(self, start: int, stop: int) -> Call:
         """The same call on some of the examples."""
@@ -105,10 +102,10 @@ class Call:
 
     def check_mask(self, mask: Tensor) -> None:
         """Raise where `mask` is not (B,) booleans."""
-        if mask.dtype != torch.bool or mask.shape != (self.batch,):
+        shaped(mask, (self.batch,), "mask", "true for the examples that count")
+        if mask.dtype != torch.bool:
             raise InputError(
-                f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}; expected torch.bool and ({self.batch},), "
-                "true for the examples that count"
+                f"mask ({self.batch},) is in {mask.dtype}; expected torch.bool, true for the examples that count"
             )
 
     def bytes_of_rows(self) -> int:
@@ -122,6 +119,14 @@ class Call:
         self.check_mask(mask)
         x, y = (trees.map_tensors(lambda t: t[mask], tree) for tree in (self.x, self.y))
         return replace(self, x=x, y=y, batch=int(mask.sum()))
+
+
+def example_numbers(entries: list[Tensor], batch: Any = 0, device: Any = None) -> Tensor:
+    """(B,) of the dtype that a number for each example has, given the entries it is made of: real and at least float32."""
+    dtype = torch.float32
+    for p in entries:
+        dtype = torch.promote_types(dtype, p.dtype.to_real())
+    return torch.empty(batch, dtype=dtype, device=device or (entries[0].device if entries else None))
 
 
 def check_call(model: Bound, params: Params, x: Any, y: Any) -> Call:
@@ -148,10 +153,12 @@ def check_out(out: Mapping[str, Tensor], call: Call, create_graph: bool) -> dict
     """The first B rows of each buffer in `out`."""
     if create_graph:
         raise InputError("out= takes plain numbers, which cannot be differentiated: leave create_graph off")
+    if not isinstance(out, Mapping):
+        raise InputError(f"out is a {type(out).__name__}; expected the rows of an earlier call, by name")
     found = {}
     for k in call.trainable:
         p = call.params[k]
-        if k not in out:
+        if not isinstance(out.get(k), Tensor):
             raise InputError(f"out has no buffer for '{k}'; pass the rows of an earlier call")
         if (
             out[k].shape[1:] != p.shape

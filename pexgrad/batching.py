@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import nested, trees
+from .checks import positive_int
 from .compose import Composable
 from .errors import InputError
+from .loaders import Unpack, pairs
 from .transforms import Clipped, PerExampleGrad, PerExampleValueAndGrad
 
 Function = Callable[..., Any]
@@ -167,10 +169,9 @@ def chunked(fn: Function, size: int) -> Function:
         size: examples at a time.
 
     Raises:
-        InputError: where `size` is not a positive number.
+        InputError: where `size` is not a positive integer.
     """
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise InputError(f"size={size!r} must be a positive number of examples")
+    positive_int(size, "size")
 
     def in_chunks(params: Any, x: Any, y: Any = None) -> Any:
         batch = trees.batch_size(trees.flatten(trees.as_call(x))[0], trees.flatten(y)[0])
@@ -186,7 +187,7 @@ def over_loader(
     fn: Function,
     loader: Iterable[Any],
     *,
-    unpack: Callable[[Any], tuple[Any, Any]] | None = None,
+    unpack: Unpack | None = None,
     reduce: Callable[[Any], Any] | None = None,
 ) -> Callable[[Any], Any]:
     """`fn` over every batch of a loader, put together as if they were one batch: a function of the parameters.
@@ -206,27 +207,15 @@ def over_loader(
     """
 
     def over_batches(params: Any) -> Any:
-        device = next(t.device for t in pytree.tree_leaves(params) if isinstance(t, Tensor))
         results = []
-        for item in loader:
-            pair = (unpack or _pair)(item)
-            result = fn(params, *(trees.map_tensors(lambda t: t.to(device), tree) for tree in pair))
+        for x, y in pairs(loader, params, unpack):
+            result = fn(params, x, y)
             results.append(result if reduce is None else reduce(result))
         if not results:
             raise InputError("the loader gave no batch")
         return _join(results)
 
     return over_batches
-
-
-def _pair(item: Any) -> tuple[Any, Any]:
-    if not isinstance(item, list | tuple):
-        return item, None
-    if len(item) > 2:
-        raise InputError(
-            f"a batch of {len(item)} parts is neither (x, y) nor (x,); say with unpack= which part is what"
-        )
-    return (item[0], item[1]) if len(item) == 2 else (item[0], None)  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def _join(results: list[Any]) -> Any:

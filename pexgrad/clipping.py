@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
+from .checks import positive, shaped
 from .errors import InputError
 from .jacobian import Jacobian
 
@@ -39,7 +40,7 @@ class Clipping:
             # a copy: the sensitivity that was accounted for stays what it is, whatever becomes of the user's dict
             object.__setattr__(self, "max_norm", dict(self.max_norm))
             for pattern, bound in self.max_norm.items():
-                _check_bound(bound, f"max_norm[{pattern!r}]")
+                positive(bound, f"max_norm[{pattern!r}]")
         elif callable(self.how):
             if self.max_norm is not None:
                 raise InputError(
@@ -50,7 +51,7 @@ class Clipping:
                 f"clip={self.how!r} is neither a function nor one of {', '.join(map(repr, CLIPS))}"
             )
         else:
-            _check_bound(self.max_norm, "max_norm")
+            positive(self.max_norm, "max_norm")
 
     @property
     def sensitivity(self) -> float | None:
@@ -74,16 +75,12 @@ class Clipping:
     def _flat(self, norms: Tensor) -> Tensor:
         if callable(self.how):
             weights = self.how(norms)
-            if not isinstance(weights, Tensor) or weights.shape != norms.shape:
-                got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-                raise InputError(
-                    f"clip returned {got} for norms of shape {tuple(norms.shape)}; return one weight per example"
-                )
+            shaped(weights, norms.shape, "what clip returned", "one weight for each example")
             return weights
-        assert isinstance(self.max_norm, float | int)
+        assert self.max_norm is not None and not isinstance(self.max_norm, Mapping)
         if self.how == "automatic":
             return self.max_norm / (norms + _AUTOMATIC_STABILITY)
-        return _bounded(norms, self.max_norm)
+        return bounded(norms, self.max_norm)
 
     def _groups(self, names: list[str]) -> list[tuple[list[str], float]]:
         assert isinstance(self.max_norm, Mapping)
@@ -115,15 +112,11 @@ class Clipping:
         weights, squares = {}, []
         for members, bound in groups:
             sq = torch.stack([own[k] ** 2 for k in members]).sum(0)
-            weights |= dict.fromkeys(members, _bounded(sq.sqrt(), bound))
+            weights |= dict.fromkeys(members, bounded(sq.sqrt(), bound))
             squares.append(sq)
         return weights, torch.stack(squares).sum(0).sqrt() if squares else jacobian.norms()  # type: ignore[return-value]
 
 
-def _bounded(norms: Tensor, bound: float) -> Tensor:
+def bounded(norms: Tensor, bound: float) -> Tensor:
+    """(B,): the weights that scale gradients of these norms down to `bound`."""
     return 1 / torch.clamp(norms / bound, min=1)
-
-
-def _check_bound(bound: object, name: str) -> None:
-    if not isinstance(bound, int | float) or isinstance(bound, bool) or not 0 < bound < float("inf"):
-        raise InputError(f"{name}={bound!r} must be a positive, finite number")

@@ -46,15 +46,11 @@ def composable(call: Callable[..., Any]) -> Callable[..., Any]:
             return _call_compiled(self, composed, params, x, y, options)
         if nested.is_nested(params):
             return _call_nested(self, composed, params, x, y, options)
-        if modes.has_tangent((_as_dict(params), x, y)):
-            return self._through_graph(call, params, x, y, options)
-        if not modes.inside_transform():
-            with modes.recording():
-                return call(self, *map(modes.recordable, (_as_dict(params), x, y)), **options)
-        if modes.is_wrapped((_as_dict(params), x, y)):
+        arguments = _as_dict(params), x, y
+        if modes.has_tangent(arguments) or (modes.inside_transform() and modes.is_wrapped(arguments)):
             return self._through_graph(call, params, x, y, options)
         with modes.outside_transforms(), modes.recording():
-            return call(self, params, x, y, **options)
+            return call(self, *map(modes.recordable, arguments), **options)
 
     return composed
 

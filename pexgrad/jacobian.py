@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .checks import described, shaped
 from .component import Component, Term, components
 from .errors import InputError
 from .factors import Rows
@@ -100,10 +101,9 @@ class Jacobian:
 
     def _check_room(self, out: Mapping[str, Tensor]) -> None:
         for k, p in self.leaves.items():
-            wanted = (self.batch, *p.shape), p.dtype
-            if k not in out or (out[k].shape, out[k].dtype) != wanted:
-                got = f"{tuple(out[k].shape)} in {out[k].dtype}" if k in out else "none"
-                raise InputError(f"out has {got} for the rows of '{k}', which are {wanted[0]} in {wanted[1]}")
+            shaped(out.get(k), (self.batch, *p.shape), f"out[{k!r}]")
+            if out[k].dtype != p.dtype:
+                raise InputError(f"out[{k!r}] is in {out[k].dtype}; the rows are in {p.dtype}")
 
     def norms(self, per_param: bool = False) -> Tensor | dict[str, Tensor]:
         """(B,): |J[b]| over all parameters together; with `per_param`, name -> (B,). Half precision gives float32."""
@@ -124,17 +124,13 @@ class Jacobian:
         Raises:
             InputError: where weights are missing, or are not one number for each example.
         """
-        by_name = dict.fromkeys(self.leaves, weights) if isinstance(weights, Tensor) else dict(weights)
+        by_name = weights if isinstance(weights, Mapping) else dict.fromkeys(self.leaves, weights)
         for k in self.leaves:
-            if k not in by_name or by_name[k].shape != (self.batch,):
-                got = tuple(by_name[k].shape) if k in by_name else "none"
-                raise InputError(
-                    f"the weights for '{k}' have shape {got}; expected ({self.batch},), one for each example"
-                )
+            shaped(by_name.get(k), (self.batch,), f"the weights for '{k}'", "one for each example")
         with self._mode():
             found: dict[str, Tensor] = {}
             for c in self._components:
-                found |= c.vjp(by_name)
+                found |= c.vjp(dict(by_name))
             return apart({k: found[k] if k in found else torch.zeros_like(p) for k, p in self.leaves.items()})
 
     def jvp(self, v: Mapping[str, Tensor]) -> Tensor:
@@ -143,10 +139,12 @@ class Jacobian:
         Raises:
             InputError: where `v` has not the parameters' names and shapes.
         """
+        if not isinstance(v, Mapping):
+            raise InputError(
+                f"the direction is {described(v)}; expected name -> (*shape), like the parameters"
+            )
         for k, p in self.leaves.items():
-            if k not in v or v[k].shape != p.shape:
-                got = tuple(v[k].shape) if k in v else "none"
-                raise InputError(f"the direction for '{k}' has shape {got}; expected {tuple(p.shape)}")
+            shaped(v.get(k), p.shape, f"the direction for '{k}'")
         with self._mode():
             parts = [c.dot(dict(v)) for c in self._components]
             return sum_of(parts) if parts else self.losses.new_zeros(self.batch)
@@ -158,10 +156,15 @@ class Jacobian:
             InputError: where the other call's parameters have other names or shapes.
         """
         other = self if other is None else other
-        if {k: p.shape for k, p in self.leaves.items()} != {k: p.shape for k, p in other.leaves.items()}:
-            raise InputError(
-                "the two Jacobians are for different parameters, so their rows have no inner products"
-            )
+        if not isinstance(other, Jacobian):
+            raise InputError(f"the other operand is {described(other)}; expected a Jacobian")
+        for k in dict.fromkeys([*self.leaves, *other.leaves]):
+            a, b = self.leaves.get(k), other.leaves.get(k)
+            if a is None or b is None or a.shape != b.shape:
+                raise InputError(
+                    f"the two Jacobians are for different parameters, so their rows have no inner products: '{k}' is "
+                    f"{described(a)} here and {described(b)} there"
+                )
         with self._mode():
             parts = [
                 c.gram(d)

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import trees
 from .arguments import Params
+from .checks import described, not_negative, positive_int
 from .component import components
 from .errors import InputError
 from .factors._base import accumulable, flat, square
 from .jacobian import Jacobian, Moments
+from .loaders import pairs
 from .modes import recording
 
-Batches = Iterable[tuple[Any, Any]]
+Batches = Iterable[Any]  # of pairs (x, y), or (x,), or x alone
 JacobianOf = Callable[[Params, Any, Any], Jacobian]
 
 # rows of one group of parameters that a projection holds at a time
@@ -70,13 +71,16 @@ def importance_sample(
     Raises:
         InputError: where `norms` is not (N,) of finite numbers at least 0, or `k` or `uniform` is out of range.
     """
-    if norms.dim() != 1 or not len(norms):
-        raise InputError(f"norms has shape {tuple(norms.shape)}; expected (N,) with N at least 1")
-    if not bool((norms.isfinite() & (norms >= 0)).all()):
-        raise InputError("norms has an entry that is negative or not finite")
+    if not isinstance(norms, Tensor) or norms.dim() != 1 or not len(norms):
+        raise InputError(f"norms is {described(norms)}; expected (N,) with N at least 1")
+    wrong = ~(norms.isfinite() & (norms >= 0))
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        raise InputError(f"norms[{i}] is {norms[i].item()}; every entry must be finite and at least 0")
+    not_negative(uniform, "uniform")
     if not 0 <= uniform <= 1:
         raise InputError(f"uniform={uniform!r} must be in [0, 1]")
-    _positive(k, "k")
+    positive_int(k, "k")
     p = norms.detach().double()
     p = p / p.sum() if p.any() else torch.full_like(p, 1 / len(p))
     p = (1 - uniform) * p + uniform / len(p)
@@ -114,7 +118,7 @@ def grand_scores(
     """
     runs = _some(seeds, "seeds")
     scores = []
-    for x, y in _pairs(batches, runs[0]):
+    for x, y in pairs(batches, runs[0]):
         norms = [norm(params, x, y) for params in runs]
         if not all(isinstance(n, Tensor) and n.dim() == 1 for n in norms):
             raise InputError("norm must give (B,), as per_example_grad_norm(model) does without per_param")
@@ -155,10 +159,10 @@ def tracin(
         raise InputError(
             f"{len(steps)} rates for {len(saved)} checkpoints; give one for each, or one for all"
         )
-    ((x_test, y_test),) = _pairs([test], saved[0])
+    ((x_test, y_test),) = pairs([test], saved[0])
     tests = [jacobian(params, x_test, y_test) for params in saved]
     lines = []
-    for x, y in _pairs(batches, saved[0]):
+    for x, y in pairs(batches, saved[0]):
         grams = [rate * jacobian(p, x, y).gram(t) for rate, p, t in zip(steps, saved, tests, strict=True)]
         lines.append(torch.stack(grams).sum(0))
     return torch.cat(_some(lines, "batches"))
@@ -186,7 +190,7 @@ def dataset_moments(jacobian: JacobianOf, params: Params, batches: Batches) -> t
     mean: dict[str, Tensor] = {}
     second: dict[str, Tensor] = {}
     seen = 0
-    for x, y in _pairs(batches, params):
+    for x, y in pairs(batches, params):
         J = jacobian(params, x, y)
         if not J.batch:
             continue
@@ -240,6 +244,7 @@ def noise_scale(moments: Moments, examples: int) -> NoiseScale:
     Raises:
         InputError: where `examples` is below 2.
     """
+    positive_int(examples, "examples")
     if examples < 2:
         raise InputError(f"examples={examples}: the spread of gradients takes at least 2 of them")
     n = examples
@@ -298,7 +303,7 @@ def project(jacobian: Jacobian, k: int, *, seed: int = 0) -> Tensor:
     Raises:
         InputError: where `k` is not a positive integer.
     """
-    _positive(k, "k")
+    positive_int(k, "k")
     dtype = functools.reduce(
         torch.promote_types, (p.dtype for p in jacobian.leaves.values()), torch.float32
     ).to_real()
@@ -330,23 +335,8 @@ def _signs(n: int, k: int, key: str, device: torch.device) -> Tensor:
     return bits.flatten()[: n * k].reshape(n, k).to(torch.int8) * 2 - 1
 
 
-def _pairs(batches: Iterable[Any], params: Params) -> Iterator[tuple[Any, Any]]:
-    device = next((t.device for t in trees.tensors(dict(params))), None)
-    for batch in batches:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            got = f"{len(batch)} items" if isinstance(batch, tuple | list) else type(batch).__name__
-            raise InputError(f"a batch is {got}; expected a pair (x, y), where y may be None")
-        x, y = (trees.map_tensors(lambda t: t.to(device), part) for part in batch)
-        yield x, y
-
-
 def _some(items: Iterable[Any], name: str) -> list[Any]:
     found = list(items)
     if not found:
         raise InputError(f"{name} is empty")
     return found
-
-
-def _positive(k: int, name: str) -> None:
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise InputError(f"{name}={k!r} must be a positive integer")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .errors import InputError
+from .checks import not_negative
 from .factors._base import accumulable
 
 
@@ -45,11 +45,10 @@ def add_noise(
     Raises:
         InputError: where `noise_multiplier` or `max_norm` is negative or not finite.
     """
-    for name, number in (("noise_multiplier", noise_multiplier), ("max_norm", max_norm)):
-        if not 0 <= number < float("inf"):
-            raise InputError(f"{name}={number!r} must be a finite number, at least 0")
+    not_negative(noise_multiplier, "noise_multiplier")
+    not_negative(max_norm, "max_norm")
     scale = noise_multiplier * max_norm
-    return {k: _noisy(g, scale, generator or _fresh_generator(g.device)) for k, g in grads.items()}
+    return {k: _noisy(g, scale, generator or fresh_generator(g.device)) for k, g in grads.items()}
 
 
 def _noisy(g: Tensor, scale: float, generator: torch.Generator) -> Tensor:
@@ -65,7 +64,7 @@ def _noisy(g: Tensor, scale: float, generator: torch.Generator) -> Tensor:
 _WORDS, _WORDS_AT = 624, 24
 
 
-def _fresh_generator(device: torch.device) -> torch.Generator:
+def fresh_generator(device: torch.device) -> torch.Generator:
     """A generator that nobody can try all seeds of.
 
     A seed sets only 32 bits of the CPU's generator, so there the whole state is drawn. Others take the 63 bits.

@@ -16,6 +16,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from .checks import positive, shaped
+from .clipping import bounded
 from .errors import InputError
 from .factors._base import accumulable, dots, flat, real, squared_norms, sum_of, weighted
 
@@ -116,11 +118,10 @@ def clip(rows: Rows, max_norm: float) -> dict[str, Tensor]:
     Raises:
         InputError: where `max_norm` is not a positive, finite number.
     """
-    if not 0 < max_norm < float("inf"):
-        raise InputError(f"max_norm={max_norm!r} must be a positive, finite number")
+    positive(max_norm, "max_norm")
     own = norms(rows)
     assert isinstance(own, Tensor)
-    weights = 1 / torch.clamp(own / max_norm, min=1)
+    weights = bounded(own, max_norm)
     return {k: weighted(r, weights) for k, r in rows.items()}
 
 
@@ -129,7 +130,12 @@ def mean(rows: Rows, weights: Tensor | None = None) -> dict[str, Tensor]:
 
     >>> mean(grads)["weight"].shape
     torch.Size([2, 3])
+
+    Raises:
+        InputError: where there is not one weight for each example.
     """
+    for k, r in rows.items() if weights is not None else ():
+        shaped(weights, r.shape[:1], f"weights for the rows of '{k}'", "one for each example")
     scaled = rows if weights is None else {k: weighted(r, weights) for k, r in rows.items()}
     return {k: r.sum(0) / max(1, r.shape[0]) for k, r in scaled.items()}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import nested, trees
-from .arguments import Call, Options, Params, check_call, check_out
+from .arguments import Call, Options, Params, check_call, check_out, example_numbers
 from .clipping import Clipping
 from .compose import Composable, composable
 from .errors import (
@@ -183,14 +183,6 @@ def _describe(v: Any) -> Any:
     return tuple(map(id, held_by(v))), numbers
 
 
-def numbers(entries: list[Tensor], batch: Any, device: Any) -> Tensor:
-    """An empty (B,) of the dtype that a number for each example has in compiled code: at least float32."""
-    dtype = torch.float32
-    for p in entries:
-        dtype = torch.promote_types(dtype, p.dtype.to_real())
-    return torch.empty(batch, dtype=dtype, device=device or entries[0].device)
-
-
 class PerExampleGrad(Transform):
     """`(params, x, y=None, out=None) -> {name: (B, *shape)}`; made by `per_example_grad`."""
 
@@ -251,7 +243,7 @@ class PerExampleValueAndGrad(PerExampleGrad):
         return flat[0], nested.at(paths, flat[1:])
 
     def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
-        return [numbers(entries, batch, device), *super()._outline(entries, batch, device)]
+        return [example_numbers(entries, batch, device), *super()._outline(entries, batch, device)]
 
 
 class PerExampleGradNorm(Transform):
@@ -267,11 +259,12 @@ class PerExampleGradNorm(Transform):
         return self._repeats.answer(self, call, lambda: self._norms(call))
 
     def _norms(self, call: Call) -> Any:
-        norms = [jacobian.norms(self._per_param) for _, jacobian in self._chunks(call)]
+        norms: list[Any] = [jacobian.norms(self._per_param) for _, jacobian in self._chunks(call)]
         if self._per_param:
-            none = call.no_numbers()
-            return {k: torch.cat([n[k] for n in norms]) if norms else none for k in call.trainable}  # pyright: ignore[reportArgumentType]
-        return torch.cat(norms) if norms else call.no_numbers()  # pyright: ignore[reportArgumentType]
+            return {
+                k: torch.cat([n[k] for n in norms]) if norms else call.no_numbers(k) for k in call.trainable
+            }
+        return torch.cat(norms) if norms else call.no_numbers()
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.norms(self._per_param)
@@ -283,7 +276,7 @@ class PerExampleGradNorm(Transform):
 
     def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
         return [
-            numbers(some, batch, device)
+            example_numbers(some, batch, device)
             for some in ([[p] for p in entries] if self._per_param else [entries])
         ]
 
@@ -388,7 +381,7 @@ class ClippedGrad(Transform):
 
     def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
         grads = [p.new_empty(p.shape, device=device) for p in entries]
-        return [*grads, *(numbers(entries, batch, device) for _ in range(2))]
+        return [*grads, *(example_numbers(entries, batch, device) for _ in range(2))]
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:

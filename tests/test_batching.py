@@ -122,7 +122,7 @@ def test_an_empty_batch_in_chunks():
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True])
 def test_chunks_of_no_size(size):
-    with pytest.raises(pexgrad.InputError, match="must be a positive number of examples"):
+    with pytest.raises(pexgrad.InputError, match="must be a positive integer"):
         pexgrad.chunked(lambda params, x, y: x, size)
 
 

@@ -375,7 +375,7 @@ def test_inside_a_compiled_function():
     def step(params, x, y, mask, w):
         squares = {k: (r * r).sum() for k, r in rows({k: 2 * p for k, p in params.items()}, x + 1, y).items()}
         some = clipped(params, x, y, mask=mask)
-        every = torch.func.vmap(rows, in_dims=(0, None, None))(stacked, x, y)
+        every = torch.func.vmap(lambda p: rows(p, x, y))(stacked)
         return squares, some, nested({"a": {"w": w}}, x, y), every
 
     args = params, x, y, torch.tensor([True, False, True, False]), torch.randn(4, 3)
@@ -497,3 +497,13 @@ def test_a_function_that_cannot_be_pickled_says_why():
     assert_rows_equal(copy.deepcopy(fn)(params, x, y), fn(params, x, y))
     with pytest.raises(pexgrad.PexgradError, match="because its model cannot"):
         pickle.dumps(pexgrad.per_example_grad(lambda p, x: x))
+
+
+def test_tensors_of_inference_mode_inside_a_transform():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_grad(model)
+    with torch.inference_mode():
+        made = x + 1
+    want = fn(params, x + 1, y)
+    got = torch.func.vmap(lambda s: s * fn(params, made, y)["0.weight"])(torch.ones(2))
+    torch.testing.assert_close(got[1], want["0.weight"])

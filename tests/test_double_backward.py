@@ -46,7 +46,10 @@ MODELS = {
     "lstm": lambda: (nn.LSTM(2, 3, batch_first=True), image(3, 2)),
     "attention": lambda: (Net(attention, mha=nn.MultiheadAttention(4, 2, batch_first=True)), image(3, 4)),
     "weight_norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), image(3)),
-    "fallback": lambda: (Net(lambda s, x: torch.cdist(x, s.w), w=nn.Parameter(torch.randn(4, 3))), image(3)),
+    "fallback": lambda: (
+        Net(lambda s, x: torch.linalg.solve(s.w, x.mT), w=nn.Parameter(torch.randn(3, 3) + 3 * torch.eye(3))),
+        image(4, 3),
+    ),
 }  # fmt: skip
 
 TRANSFORMS = {

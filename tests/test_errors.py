@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -236,3 +237,35 @@ def test_torch_prints_nothing_of_a_shape_that_does_not_fit(monkeypatch):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         per_example_grad(net)(named(net), torch.randn(3, 4), y)
     assert not printed
+
+
+def test_what_is_no_tensor_or_no_number_where_one_belongs():
+    net, (x, y) = nn.Linear(4, 5), batch()
+    params = named(net)
+    rows, J = per_example_grad(net)(params, x, y), pexgrad.per_example_jacobian(net)(params, x, y)
+    by_function = clipped_grad(net, clip=torch.ones_like)
+    wrong = [
+        lambda: pexgrad.add_noise(params, 1.0, by_function.sensitivity),
+        lambda: clipped_grad(net, max_norm=1.0)(params, x, y, mask=[True, False, True]),
+        lambda: J.vjp([1.0, 2.0, 3.0]),
+        lambda: J @ torch.randn(3),
+        lambda: J.gram(torch.randn(3)),
+        lambda: J.rows(out={"weight": 1}),
+        lambda: pexgrad.rows.mean(rows, torch.ones(4)),
+        lambda: pexgrad.rows.clip(rows, "a"),
+        lambda: pexgrad.rows.clip(rows, True),
+        lambda: per_example_grad(net)(params, x, y, out={"weight": 1, "bias": 1}),
+        lambda: per_example_grad(net)(params, x, y, out=[1]),
+        lambda: pexgrad.importance_sample([1.0, 2.0], 3),
+        lambda: pexgrad.noise_scale(J.moments(), None),
+    ]
+    for call in wrong:
+        with pytest.raises(PexgradError, match=r"expected|must be|has no buffer"):
+            call()
+
+
+def test_numbers_of_numpy_are_numbers():
+    net, (x, y) = nn.Linear(4, 5), batch()
+    got = clipped_grad(net, max_norm=np.float32(0.5), chunk_size=np.int64(2))(named(net), x, y)
+    want = clipped_grad(net, max_norm=0.5)(named(net), x, y)
+    torch.testing.assert_close(got.grads, want.grads)

@@ -102,10 +102,10 @@ def test_all_gradients_zero_are_drawn_evenly():
 @pytest.mark.parametrize(
     ("norms", "k", "uniform", "message"),
     [
-        (torch.ones(2, 2), 1, 0.0, r"norms has shape \(2, 2\); expected \(N,\) with N at least 1"),
+        (torch.ones(2, 2), 1, 0.0, r"norms is \(2, 2\); expected \(N,\) with N at least 1"),
         (torch.ones(0), 1, 0.0, r"N at least 1"),
-        (torch.tensor([1.0, -1.0]), 1, 0.0, "negative or not finite"),
-        (torch.tensor([1.0, float("nan")]), 1, 0.0, "negative or not finite"),
+        (torch.tensor([1.0, -1.0]), 1, 0.0, r"norms\[1\] is (-1|nan)"),
+        (torch.tensor([1.0, float("nan")]), 1, 0.0, r"norms\[1\] is (-1|nan)"),
         (torch.ones(2), 0, 0.0, "k=0 must be a positive integer"),
         (torch.ones(2), 1, 1.5, r"uniform=1.5 must be in \[0, 1\]"),
     ],
@@ -137,9 +137,7 @@ def test_grand_scores_refuse():
         pexgrad.grand_scores(norm, [named(model)], [])
     with pytest.raises(pexgrad.InputError, match="without per_param"):
         pexgrad.grand_scores(pexgrad.per_example_grad_norm(model, per_param=True), [named(model)], [(x, y)])
-    with pytest.raises(pexgrad.InputError, match=r"a batch is Tensor; expected a pair \(x, y\)"):
-        pexgrad.grand_scores(norm, [named(model)], [x])
-    with pytest.raises(pexgrad.InputError, match="a batch is 3 items"):
+    with pytest.raises(pexgrad.InputError, match=r"a batch of 3 parts is neither \(x, y\) nor"):
         pexgrad.grand_scores(norm, [named(model)], [(x, y, y)])
 
 
@@ -370,3 +368,15 @@ def test_streams_hold_one_batch_at_a_time():
     pexgrad.grand_scores(norm, [params], stream(20))
     pexgrad.tracin(jacobian, [params], stream(20), (x, y))
     assert most <= 3
+
+
+def test_loaders_of_single_parts_serve_every_measure():
+    """`TensorDataset(x)` gives tuples of one, and some loaders a tensor alone: both are x without y, as for `over_loader`."""
+    model, x, _ = problem()
+    jacobian = pexgrad.per_example_jacobian(model, lambda out, _: out.square().sum(1))
+    params = named(model)
+    want = jacobian(params, x).moments().mean
+    for loader in ([(x[:3],), (x[3:],)], [x[:3], x[3:]]):
+        moments, examples = pexgrad.dataset_moments(jacobian, params, loader)
+        assert examples == len(x)
+        torch.testing.assert_close(moments.mean, want)

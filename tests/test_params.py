@@ -218,3 +218,17 @@ def test_lambda_around_a_module_in_the_table_is_the_same():
     )
     assert_rows_equal(got, want)
     assert call(model, x).requires_grad  # the module is as it was
+
+
+def test_no_examples_have_the_dtypes_of_some():
+    model = Net(
+        lambda s, x: (x.double() @ s.wide).float() + s.narrow,
+        wide=nn.Parameter(torch.randn(4, 3).double()),
+        narrow=nn.Parameter(torch.randn(3).float()),
+    )
+    params, x = dict(reversed(named(model).items())), torch.randn(5, 4)
+    norm = pexgrad.per_example_grad_norm(model, wave)
+    assert norm(params, x).dtype == norm(params, x[:0]).dtype == torch.float64
+    each = pexgrad.per_example_grad_norm(model, wave, per_param=True)
+    some, none = each(params, x), each(params, x[:0])
+    assert {k: n.dtype for k, n in some.items()} == {k: n.dtype for k, n in none.items()}

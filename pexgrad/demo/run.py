@@ -16,6 +16,7 @@ from pexgrad.demo import dpsgd
 from pexgrad.demo.digits import Digits, small_cnn, train_and_test
 from pexgrad.demo.dpsgd import Gradient, Params
 from pexgrad.demo.options import Options
+from pexgrad.noise import fresh_generator
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,9 @@ def seeded(seed: int | None) -> torch.Generator:
     comes from the system's entropy. A real release also wants a cryptographically secure generator, and a Gaussian
     sampler that is safe against what the low bits of floating-point numbers tell (Mironov 2012).
     """
-    generator = torch.Generator()
     if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return generator
+        return fresh_generator(torch.device("cpu"))
+    return torch.Generator().manual_seed(seed)
 
 
 def private_bar(batches: Sequence[Tensor], spent: Callable[[int], float]) -> Iterator[Tensor]:

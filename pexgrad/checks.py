@@ -1,0 +1,46 @@
+"""Checks of numbers and tensors that a user passes: one wording for each kind of mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor
+
+from .errors import InputError
+
+
+def positive_int(value: Any, name: str) -> None:
+    """Raise where `value` is not an integer above zero."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name}={value!r} must be a positive integer")
+
+
+def positive(value: Any, name: str) -> None:
+    """Raise where `value` is not a finite number above zero."""
+    if not _is_number(value) or not 0 < value < float("inf"):
+        raise InputError(f"{name}={value!r} must be a positive, finite number")
+
+
+def not_negative(value: Any, name: str) -> None:
+    """Raise where `value` is not a finite number, at least zero."""
+    if not _is_number(value) or not 0 <= value < float("inf"):
+        raise InputError(f"{name}={value!r} must be a finite number, at least 0")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def shaped(value: Any, shape: Sequence[Any], name: str, meaning: str = "") -> None:
+    """Raise where `value` is not a tensor of this shape."""
+    if not isinstance(value, Tensor) or value.shape != tuple(shape):
+        raise InputError(f"{name} is {described(value)}; expected {tuple(shape)}{meaning and ', ' + meaning}")
+
+
+def described(value: Any) -> str:
+    """What a message says was found in place of a tensor: its shape, its type, or nothing."""
+    if isinstance(value, Tensor):
+        return str(tuple(value.shape))
+    return "missing" if value is None else f"a {type(value).__name__}"
