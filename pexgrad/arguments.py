@@ -14,6 +14,7 @@ from . import trees
 from .checks import positive_int, shaped
 from .errors import InputError
 from .factors.conv import check_conv_rule
+from .memory import is_injective, overlap
 from .modes import recording
 from .rebind import Bound
 from .snapshot import Snapshot, snapshot
@@ -79,7 +80,9 @@ class Call:
 
     def zeros(self, *leading: int) -> dict[str, Tensor]:
         """name -> zeros (*leading, *shape) for the entries to differentiate."""
-        return {k: self.params[k].detach().new_zeros(*leading, *self.params[k].shape) for k in self.trainable}
+        return {
+            k: self.params[k].detach().new_zeros((*leading, *self.params[k].shape)) for k in self.trainable
+        }
 
     def room(self) -> dict[str, Tensor]:
         """name -> memory for the rows (B, *shape) of the entries to differentiate, not initialised."""
@@ -171,19 +174,27 @@ def check_out(out: Mapping[str, Tensor], call: Call, create_graph: bool) -> dict
                 f"{', '.join(map(str, p.shape))}) {p.dtype} without requires_grad"
             )
         found[k] = out[k][: call.batch]
-    _check_apart(found)
+    _check_apart(found, call)
     return found
 
 
-def _check_apart(out: dict[str, Tensor]) -> None:
-    """Raise where rows would be written over other rows."""
-    names: dict[int, str] = {}
+def _check_apart(out: dict[str, Tensor], call: Call) -> None:
+    """Raise where rows would be written over other rows, or over what they are computed from."""
+    read = [("a parameter", t) for t in call.params.values()]
+    read += [("x", t) for t in trees.tensors(call.x)] + [("y", t) for t in trees.tensors(call.y)]
+    in_memory: dict[int, list[tuple[str, Tensor]]] = {}
+    for what, t in read:
+        in_memory.setdefault(t.untyped_storage()._cdata, []).append((what, t))
     for k, t in out.items():
-        if any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True)):
-            raise InputError(f"out[{k!r}] is expanded: its rows would be written over one another")
-        other = names.setdefault(t.data_ptr(), k) if t.numel() else k
-        if other != k:
-            raise InputError(f"out[{k!r}] and out[{other!r}] are the same memory")
+        if not is_injective(t.shape, t.stride()):
+            raise InputError(
+                f"out[{k!r}] shows one element in several places: rows would be written over one another"
+            )
+        beside = in_memory.setdefault(t.untyped_storage()._cdata, [])
+        for what, other in beside:
+            if overlap(t, other):
+                raise InputError(f"out[{k!r}] and {what} share memory")
+        beside.append((f"out[{k!r}]", t))
 
 
 def _check_parameter(model: Bound, name: str, p: Any, own: dict[str, Tensor]) -> None:

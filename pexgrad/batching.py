@@ -94,6 +94,11 @@ def ensemble(fn: Function, *, stacked_data: bool = False, how: str = "auto") -> 
     def over_members(params: Mapping[str, Any], x: Any, y: Any = None) -> Any:
         members = _members(params)
 
+        if stacked_data and {t.shape[0] for t in trees.tensors((trees.as_call(x), y))} != {members}:
+            raise InputError(
+                f"with stacked_data every tensor of x and y needs the {members} members on dimension 0"
+            )
+
         def arguments(i: int) -> tuple[Any, Any, Any]:
             data = (trees.map_tensors(lambda t: t[i], tree) if stacked_data else tree for tree in (x, y))
             return (_select(params, i), *data)

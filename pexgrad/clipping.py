@@ -74,7 +74,7 @@ class Clipping:
 
     def _flat(self, norms: Tensor) -> Tensor:
         if callable(self.how):
-            weights = self.how(norms)
+            weights = self.how(norms.clone())  # it may work in place
             shaped(weights, norms.shape, "what clip returned", "one weight for each example")
             return weights
         assert self.max_norm is not None and not isinstance(self.max_norm, Mapping)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import math
 import threading
 import weakref
-from collections.abc import Mapping
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import nested, trees
-from .errors import InputError
 
 if TYPE_CHECKING:
     from .compose import Composable
@@ -51,22 +51,31 @@ def call(transform: Composable, params: Any, x: Any, y: Any, options: dict[str, 
     return transform._assembled(_paths(transform._handle, template), flat)
 
 
+def takes(tree: Any) -> bool:
+    """Whether `tree` is of tensors, and of plain values that a literal can be written of, in plain containers."""
+    if isinstance(tree, Tensor):
+        return True
+    if type(tree) in (dict, OrderedDict):
+        return all(map(takes, tree.values()))
+    if type(tree) in (tuple, list):
+        return all(map(takes, tree))
+    if type(tree) is float:
+        return math.isfinite(tree)
+    return tree is None or type(tree) in (bool, int, str)
+
+
 def _template(tree: Any, tensors: list[Tensor]) -> str:
     """`tree` as a literal in which bytes, the tensors' places in `tensors`, stand for the tensors."""
     if isinstance(tree, Tensor):
         tensors.append(tree.detach())
         return f"b'{len(tensors) - 1}'"
-    if isinstance(tree, Mapping):
+    if type(tree) in (dict, OrderedDict):
         return "{" + "".join([f"{k!r}: {_template(v, tensors)}, " for k, v in tree.items()]) + "}"
-    if isinstance(tree, tuple):
+    if type(tree) is tuple:
         return "(" + "".join([_template(v, tensors) + ", " for v in tree]) + ")"
-    if isinstance(tree, list):
+    if type(tree) is list:
         return "[" + "".join([_template(v, tensors) + ", " for v in tree]) + "]"
-    if tree is None or isinstance(tree, bool | int | float | str):
-        return repr(tree)
-    raise InputError(
-        "inside torch.compile, inputs must be tensors and plain values in tuples, lists and dicts"
-    )
+    return repr(tree)
 
 
 def _filled(template: str, tensors: list[Tensor]) -> Any:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .factors import BLOCK_BYTES, Factor, Outer, Rows
-from .factors._base import accumulable, is_recorded, slices, square, squared_norms
+from .factors._base import slices
+from .numerics import accumulable, is_recorded, square, squared_norms
 from .pullback import Window, is_linear, jvp, vjp, vjp_rows
 
 

@@ -26,7 +26,8 @@ from .jacobian import Jacobian
 from .loss import ExampleLosses
 from .lower import Lowered, flat_values, lower
 from .lowered_module import with_arguments
-from .pipeline import Pipeline, without_autocast
+from .modes import without_autocast
+from .pipeline import Pipeline
 from .rebind import Bound
 from .repeats import Repeats
 from .snapshot import Held, Place, Snapshot, snapshot
@@ -59,9 +60,10 @@ def _call_compiled(
     transform: Composable, call: Callable[..., Any], params: Params, x: Any, y: Any, options: dict[str, Any]
 ) -> Any:
     # what cannot be one operation of a compiled graph runs as it does elsewhere, between two graphs
-    if transform._options.create_graph or "out" in options or not transform._is_of_tensors:
+    as_operation = transform._is_of_tensors and not transform._options.create_graph and "out" not in options
+    if not (as_operation and compiled.takes((_as_dict(params), x, y, options))):
         return _uncompiled(call, transform, params, x, y, options)  # pyright: ignore[reportCallIssue]
-    return compiled.call(transform, params, x, y, options)
+    return compiled.call(transform, _as_dict(params), x, y, options)
 
 
 @torch.compiler.disable
@@ -102,6 +104,8 @@ def _call_nested(
 
 
 def _nested_result(result: Any, paths: nested.Structure) -> Any:
+    if isinstance(result, Jacobian):
+        return replace(result, paths=paths)
     if isinstance(result, dict):
         return nested.nest(result, paths)
     if isinstance(result, tuple):
@@ -296,6 +300,10 @@ class Composable:
             ):
                 return None
             try:
+                if self._options.create_graph:
+                    raise InputError(
+                        'members run together without autograd: with create_graph use how="one by one"'
+                    )
                 lowered = self._graph(call)
                 if is_random(lowered.module):
                     raise TraceError(

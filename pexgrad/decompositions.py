@@ -145,6 +145,55 @@ def refuse_packing(*_: Any) -> Any:
     )
 
 
+def batch_norm_backward(
+    g: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, _: Any, __: Any, train: bool, eps: float,
+    wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    """In eval y = w (x - m) / s + c; torch's kernel on a CPU divides by the number of elements, which may be zero."""
+    if train:
+        return NotImplemented
+    channels = [1, -1] + [1] * (x.dim() - 2)
+    others = [d for d in range(x.dim()) if d != 1]
+    scale = (var + eps).rsqrt()
+    of_x = g * (scale if weight is None else scale * weight).reshape(channels)
+    of_weight = (g * (x - mean.reshape(channels))).sum(others) * scale
+    parts = of_x.to(x.dtype), of_weight, g.sum(others)
+    return tuple(part if w else None for part, w in zip(parts, wanted, strict=True))
+
+
+def group_norm_backward(
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, n: Any, c: Any, size: Any, group: int,
+    wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    """In one precision: under autocast the scale is in another than what it scales, which vmap's rule does not take."""
+    if weight is None or weight.dtype == x.dtype or any(wanted[1:]):
+        return NotImplemented
+    g = g.to(weight.dtype) * weight.reshape(1, -1, *[1] * (g.dim() - 2))
+    x, mean, rstd, dtype = x.to(g.dtype), mean.to(g.dtype), rstd.to(g.dtype), x.dtype
+    of_x, *others = aten.native_group_norm_backward(g, x, mean, rstd, None, n, c, size, group, wanted)
+    return of_x.to(dtype), *others
+
+
+def layer_norm_backward(
+    g: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    """The same for layer norm."""
+    if weight is None or weight.dtype == x.dtype or any(wanted[1:]):
+        return NotImplemented
+    g = g.to(weight.dtype) * weight
+    x, mean, rstd, dtype = x.to(g.dtype), mean.to(g.dtype), rstd.to(g.dtype), x.dtype
+    of_x, *others = aten.native_layer_norm_backward(g, x, shape, mean, rstd, None, None, wanted)
+    return of_x.to(dtype), *others
+
+
+# of what autograd adds to a graph
+BACKWARD = {
+    aten.native_batch_norm_backward.default: batch_norm_backward,
+    aten.native_group_norm_backward.default: group_norm_backward,
+    aten.native_layer_norm_backward.default: layer_norm_backward,
+}
+
 DECOMPOSITIONS = {
     aten.lstm.input: _lstm,
     aten.gru.input: _one_state(gru_step),

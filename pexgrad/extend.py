@@ -30,6 +30,8 @@ from .factors import Geometry as Geometry
 from .factors import Outer as Outer
 from .factors import Rows as Rows
 from .factors import Scatter as Scatter
+from .numerics import flat as flattened
+from .numerics import real
 from .rules.registry import register_rule as register_rule
 from .rules.registry import registered as registered
 from .rules.registry import replaced
@@ -61,24 +63,26 @@ def check_rule(
     rows = jacobian.rows()
     for k, w in want.items():
         _compare(f"the rows of '{k}'", rows[k], w, tolerance)
-    flat = torch.cat([w.flatten(1) for w in want.values()], 1)
+    flat = torch.cat([flattened(w) for w in want.values()], 1)
     weights = torch.linspace(-1, 1, len(flat), dtype=torch.float64, device=flat.device)
     direction = {k: torch.ones_like(p) for k, p in params.items()}
     _compare("the norms", jacobian.norms(), flat.norm(dim=1), tolerance)
-    _compare("the inner products", jacobian.gram(), flat @ flat.T, tolerance)
-    _compare("the products with a direction", jacobian @ direction, flat.sum(1), tolerance)
+    _compare("the inner products", jacobian.gram(), real(flat @ flat.mH), tolerance)
+    _compare("the products with a direction", jacobian @ direction, real(flat.sum(1)), tolerance)
     for k, total in (jacobian.T @ weights).items():
-        _compare(f"the weighted sum of '{k}'", total, torch.tensordot(weights, want[k], 1), tolerance)
+        own = weights.to(want[k].dtype)
+        _compare(f"the weighted sum of '{k}'", total, torch.tensordot(own, want[k], 1), tolerance)
 
 
 def _probe_loss(output: Tensor, _: None) -> Tensor:
     """A fixed non-linear function of every element of the output, for each example."""
-    flat = output.flatten(1)
+    flat = flattened(torch.view_as_real(output) if output.is_complex() else output)
     return (flat * torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype, device=flat.device)).sin().sum(1)
 
 
 def _double(t: Tensor) -> Tensor:
-    return t.detach().double() if t.is_floating_point() else t.detach()
+    wide = torch.complex128 if t.is_complex() else torch.float64
+    return t.detach().to(wide) if t.is_floating_point() or t.is_complex() else t.detach()
 
 
 def _compare(what: str, got: Any, want: Tensor, tolerance: float) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import nested
 from .checks import described, shaped
 from .component import Component, Term, components
 from .errors import InputError
 from .factors import Rows
-from .factors._base import accumulable, square, sum_of
 from .factors.joined import join
-from .modes import recording
+from .modes import recording, without_autocast
+from .numerics import accumulable, square, sum_of
 from .pullback import Window
 
 # rows that may be kept between a norm and a weighted sum, in all. More is slower: fresh memory costs more than computing
@@ -36,7 +38,7 @@ class Moments:
 class Jacobian:
     """J, of shape batch x parameters: `losses` (B,), and the rows dL_b/d(parameters) unevaluated.
 
-    It still reads the inputs: where one is changed in place, its methods raise an `InputError` from then on.
+    It still reads inputs, and some parameters: where one is changed in place, its methods raise an `InputError` from then on.
 
     >>> J = per_example_jacobian(model)(params, x, y)
     >>> J.norms().shape, J.gram().shape
@@ -47,7 +49,9 @@ class Jacobian:
     leaves: dict[str, Tensor]  # the parameters, in the order of the result
     terms: list[Term]
     create_graph: bool = False
-    made_of: tuple[tuple[Tensor, int], ...] = ()  # inputs that factors may still read, and their versions
+    paths: nested.Structure | None = None  # of nested parameters, whose names are these joined by dots
+    # tensors of the caller's that the factors still read, and their versions
+    read: tuple[tuple[Tensor, int], ...] = ()
 
     @classmethod
     def of_rows(cls, losses: Tensor, rows: dict[str, Tensor], create_graph: bool = False) -> Jacobian:
@@ -73,23 +77,38 @@ class Jacobian:
     def _components(self) -> list[Component]:
         return components(self.leaves, self.terms, self.create_graph)
 
-    def _mode(self) -> AbstractContextManager[object]:
-        if any(t._version != version for t, version in self.made_of):
-            raise InputError(
-                "an input has been changed in place since the Jacobian was made, which still reads it: finish with the Jacobian "
-                "first, or pass a copy"
-            )
-        return recording(self.create_graph)
+    def watching(self, given: Iterable[Tensor]) -> Jacobian:
+        """The same, with an eye on those of the tensors given to the call that it still reads."""
+        differentiated = self.create_graph or any(
+            t.window is None or not t.factor.tensors for t in self.terms
+        )
+        memory = self._memory()
+        read = [t for t in given if differentiated or t.untyped_storage()._cdata in memory]
+        return replace(self, read=tuple((t, t._version) for t in read if not t.is_inference()))
 
-    def rows(self, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """The modes that its arithmetic runs in; an error where what it reads has changed."""
+        if any(t._version != version for t, version in self.read):
+            raise InputError(
+                "a tensor that the Jacobian still reads (an input, a parameter, a buffer) has been changed in place since: "
+                "finish with the Jacobian first, or pass a copy"
+            )
+        with recording(self.create_graph), without_autocast(self.losses.device.type):
+            yield
+
+    def rows(self, out: Mapping[str, Tensor] | None = None, *, last: bool = False) -> dict[str, Tensor]:
         """name -> (B, *shape): the per-example gradients, written into `out` where that is given.
+
+        They are copies of what the operator holds, but where it is said that this is the `last` use of it.
 
         Raises:
             InputError: where `out` lacks a parameter, or has rows of another shape or dtype for it; nothing is written then.
         """
         if out is not None:
+            out = nested.flatten(out)
             self._check_room(out)
-        with self._mode():
+        with self.working():
             found: dict[str, Tensor] = {}
             for c in self._components:
                 found |= c.rows(None if out is None else {k: out[k] for k in c.leaves})
@@ -97,7 +116,16 @@ class Jacobian:
                 if k not in found:
                     found[k] = p.new_zeros(self.batch, *p.shape) if out is None else out[k].zero_()
             found = {k: found[k] for k in self.leaves}
-            return apart(found) if out is None else found
+            return self._named(apart(found, set() if last else self._memory()) if out is None else found)
+
+    def _named(self, results: dict[str, Tensor]) -> dict[str, Any]:
+        """Nested as the parameters were."""
+        return results if self.paths is None else nested.nest(results, self.paths)
+
+    def _memory(self) -> set[int]:
+        """Of the factors' tensors."""
+        held = [getattr(t.factor, name) for t in self.terms for name in t.factor.tensors]
+        return {h.untyped_storage()._cdata for h in held if h is not None}
 
     def _check_room(self, out: Mapping[str, Tensor]) -> None:
         for k, p in self.leaves.items():
@@ -107,13 +135,14 @@ class Jacobian:
 
     def norms(self, per_param: bool = False) -> Tensor | dict[str, Tensor]:
         """(B,): |J[b]| over all parameters together; with `per_param`, name -> (B,). Half precision gives float32."""
-        with self._mode():
+        with self.working():
             sq = {}
             for c in self._components:
                 sq |= c.sq_norms()
             if per_param:
                 zero = self.losses.new_zeros(self.batch)
-                return apart({k: _sqrt(sq[k], self.create_graph) if k in sq else zero for k in self.leaves})
+                norms = {k: _sqrt(sq[k], self.create_graph) if k in sq else zero for k in self.leaves}
+                return self._named(apart(norms))
             if not sq:
                 return self.losses.new_zeros(self.batch)
             return _sqrt(sum_of(list(sq.values())), self.create_graph)
@@ -124,14 +153,17 @@ class Jacobian:
         Raises:
             InputError: where weights are missing, or are not one number for each example.
         """
-        by_name = weights if isinstance(weights, Mapping) else dict.fromkeys(self.leaves, weights)
+        by_name = (
+            nested.flatten(weights) if isinstance(weights, Mapping) else dict.fromkeys(self.leaves, weights)
+        )
         for k in self.leaves:
             shaped(by_name.get(k), (self.batch,), f"the weights for '{k}'", "one for each example")
-        with self._mode():
+        with self.working():
             found: dict[str, Tensor] = {}
             for c in self._components:
-                found |= c.vjp(dict(by_name))
-            return apart({k: found[k] if k in found else torch.zeros_like(p) for k, p in self.leaves.items()})
+                found |= c.vjp(by_name)
+            total = {k: found[k] if k in found else torch.zeros_like(p) for k, p in self.leaves.items()}
+            return self._named(apart(total))
 
     def jvp(self, v: Mapping[str, Tensor]) -> Tensor:
         """(B,): <J[b], v> for a direction `v`.
@@ -143,10 +175,12 @@ class Jacobian:
             raise InputError(
                 f"the direction is {described(v)}; expected name -> (*shape), like the parameters"
             )
+        v = nested.flatten(v)
         for k, p in self.leaves.items():
             shaped(v.get(k), p.shape, f"the direction for '{k}'")
-        with self._mode():
-            parts = [c.dot(dict(v)) for c in self._components]
+        with self.working():
+            v = {k: v[k].to(p.dtype) for k, p in self.leaves.items()}
+            parts = [c.dot(v) for c in self._components]
             return sum_of(parts) if parts else self.losses.new_zeros(self.batch)
 
     def gram(self, other: Jacobian | None = None) -> Tensor:
@@ -160,12 +194,12 @@ class Jacobian:
             raise InputError(f"the other operand is {described(other)}; expected a Jacobian")
         for k in dict.fromkeys([*self.leaves, *other.leaves]):
             a, b = self.leaves.get(k), other.leaves.get(k)
-            if a is None or b is None or a.shape != b.shape:
+            if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
                 raise InputError(
                     f"the two Jacobians are for different parameters, so their rows have no inner products: '{k}' is "
                     f"{described(a)} here and {described(b)} there"
                 )
-        with self._mode():
+        with self.working(), other.working():
             parts = [
                 c.gram(d)
                 for c in self._components
@@ -177,7 +211,7 @@ class Jacobian:
     def moments(self) -> Moments:
         """The mean of the rows and of their squares, elementwise, by parameter."""
         weights = self.losses.new_full((self.batch,), 1 / max(1, self.batch))
-        with self._mode():
+        with self.working():
             squares: dict[str, Tensor] = {}
             for c in self._components:
                 squares |= c.sum_squares()
@@ -187,14 +221,14 @@ class Jacobian:
                 if k not in squares
             }
             second = {k: (squares | zeros)[k] / max(1, self.batch) for k in self.leaves}
-        return Moments(self.vjp(weights), second)
+        return Moments(self.vjp(weights), self._named(second))
 
     def keep(self) -> Jacobian:
         """The same operator with rows built where a norm and a weighted sum together are cheaper from them."""
         if isinstance(self.batch, torch.SymInt):  # what that is depends on the batch size
             return self
         kept, left = [], KEEP_BYTES
-        with self._mode():
+        with self.working():
             for term in sorted(self.terms, key=_row_bytes):
                 # rows of half precision are rounded, and may overflow, where norms are added up in float32
                 exact = term.factor.dtype.itemsize >= 4
@@ -215,12 +249,12 @@ class Transposed:
         return self.jacobian.vjp(weights)
 
 
-def apart(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each in memory of its own: to change one in place changes no other, and no element of it twice.
+def apart(results: dict[str, Tensor], taken: Iterable[int] = ()) -> dict[str, Tensor]:
+    """Each in memory of its own and none that is taken: to change one in place changes no other, and no element of it twice.
 
     Two biases added one after the other have one cotangent, which is the rows of both; that of a sum is one number, expanded.
     """
-    seen: set[int] = set()
+    seen = set(taken)
     for k, t in results.items():
         memory = t.untyped_storage()._cdata
         if memory in seen or any(isinstance(s, int) and s == 0 for s in t.stride()):

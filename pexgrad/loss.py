@@ -127,7 +127,7 @@ def _class_weights(y: Tensor, output: Tensor, settings: dict[str, Any]) -> Tenso
     weight = settings.get("weight")
     if weight is None:
         return counted.to(output.dtype)
-    return weight[labels.where(counted, 0)] * counted
+    return weight[labels.where(counted, 0).long()] * counted  # a mask is what uint8 would be
 
 
 class ExampleLosses:

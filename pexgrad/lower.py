@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from . import trees
 from .arguments import Call, Options
 from .compare import largest_error
+from .decompositions import BACKWARD
 from .errors import TraceError, VerificationError
 from .fakes import computes_metadata, fake, fake_batch, quiet
 from .flow import operation
@@ -236,7 +237,8 @@ def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.Gra
     try:
         # fused attention has no rule for vmap and no second derivative; its parts have both
         with uncompiled(), sdpa_kernel(SDPBackend.MATH):
-            module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+            record = make_fx(function, BACKWARD, tracing_mode="fake", _allow_non_fake_inputs=True)
+            module = record(*fakes)
     except Exception as e:
         lines = str(e).strip().splitlines()
         raise TraceError(

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import nested
 from .arguments import Params
 from .checks import described, not_negative, positive_int
 from .component import components
 from .errors import InputError
-from .factors._base import accumulable, flat, square
 from .jacobian import Jacobian, Moments
 from .loaders import pairs
-from .modes import recording
+from .numerics import accumulable, flat, square
 
 Batches = Iterable[Any]  # of pairs (x, y), or (x,), or x alone
 JacobianOf = Callable[[Params, Any, Any], Jacobian]
@@ -189,21 +189,22 @@ def dataset_moments(jacobian: JacobianOf, params: Params, batches: Batches) -> t
     """
     mean: dict[str, Tensor] = {}
     second: dict[str, Tensor] = {}
-    seen = 0
+    seen, paths = 0, None
     for x, y in pairs(batches, params):
         J = jacobian(params, x, y)
         if not J.batch:
             continue
-        seen += J.batch
+        seen, paths = seen + J.batch, J.paths
         part = J.moments()
         for total, new in ((mean, part.mean), (second, part.second)):
-            for k, value in new.items():
+            for k, value in nested.flatten(new).items():
                 value = accumulable(value)
                 # a running mean: no sum grows with the data set
                 total[k] = value if k not in total else total[k] + (value - total[k]) * (J.batch / seen)
     if not seen:
         raise InputError("batches holds no example")
-    return Moments(mean, second), seen
+    parts = (mean, second) if paths is None else (nested.nest(part, paths) for part in (mean, second))
+    return Moments(*parts), seen
 
 
 @dataclass(frozen=True)
@@ -248,8 +249,8 @@ def noise_scale(moments: Moments, examples: int) -> NoiseScale:
     if examples < 2:
         raise InputError(f"examples={examples}: the spread of gradients takes at least 2 of them")
     n = examples
-    mean_sq = sum(float(square(m).sum(dtype=torch.float64)) for m in moments.mean.values())
-    sq = sum(float(s.sum(dtype=torch.float64)) for s in moments.second.values())
+    mean_sq = sum(float(square(m).sum(dtype=torch.float64)) for m in nested.flatten(moments.mean).values())
+    sq = sum(float(s.sum(dtype=torch.float64)) for s in nested.flatten(moments.second).values())
     return NoiseScale(noise=(sq - mean_sq) / (1 - 1 / n), signal=(n * mean_sq - sq) / (n - 1))
 
 
@@ -308,12 +309,12 @@ def project(jacobian: Jacobian, k: int, *, seed: int = 0) -> Tensor:
         torch.promote_types, (p.dtype for p in jacobian.leaves.values()), torch.float32
     ).to_real()
     found = jacobian.losses.new_zeros(jacobian.batch, k, dtype=dtype)
-    with recording(jacobian.create_graph):
+    with jacobian.working():
         for component in components(jacobian.leaves, jacobian.terms, jacobian.create_graph):
             parts = [_project_rows(part.rows(), k, seed, dtype) for part in component.pieces(ROWS_BYTES)]
             if parts:
                 found = found + torch.cat(parts)
-    return found / k**0.5
+        return found / k**0.5
 
 
 def _project_rows(rows: dict[str, Tensor], k: int, seed: int, dtype: torch.dtype) -> Tensor:

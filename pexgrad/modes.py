@@ -42,6 +42,13 @@ def differentiable_kernels(wanted: bool) -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH) if wanted else contextlib.nullcontext()
 
 
+def without_autocast(device: str) -> Any:
+    """Rules compute in the dtypes of what they are given."""
+    if not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """Code that was given to `torch.compile` runs as it is written, where it is traced and where that is checked."""

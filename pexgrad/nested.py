@@ -46,6 +46,11 @@ def nest(flat: Mapping[str, Any], paths: Structure) -> dict[str, Any]:
     return result
 
 
+def like(params: Mapping[str, Any], flat: dict[str, Any]) -> dict[str, Any]:
+    """`flat`, nested as `params` is."""
+    return nest(flat, structure(params)) if is_nested(params) else flat
+
+
 def at(paths: Structure, leaves: Sequence[Any]) -> dict[str, Any]:
     """The nested dict with these leaves at these paths."""
     return nest({_joined(path): leaf for path, leaf in zip(paths, leaves, strict=True)}, paths)

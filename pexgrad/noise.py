@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from . import nested
 from .checks import not_negative
-from .factors._base import accumulable
+from .numerics import accumulable
 
 
 def add_noise(
@@ -48,7 +49,10 @@ def add_noise(
     not_negative(noise_multiplier, "noise_multiplier")
     not_negative(max_norm, "max_norm")
     scale = noise_multiplier * max_norm
-    return {k: _noisy(g, scale, generator or fresh_generator(g.device)) for k, g in grads.items()}
+    noisy = {
+        k: _noisy(g, scale, generator or fresh_generator(g.device)) for k, g in nested.flatten(grads).items()
+    }
+    return nested.like(grads, noisy)
 
 
 def _noisy(g: Tensor, scale: float, generator: torch.Generator) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from .flow import batch_dims, fold_factor_of, value
 from .jacobian import Jacobian, joined
 from .layout import Layout
 from .loss import ExampleLosses
+from .modes import without_autocast
 from .plan import Use, nodes_needed, plan_site
 from .probe import Layouts, first_layouts, probe, refuse_mixing_in
 from .pullback import Window, find_window
@@ -95,14 +95,13 @@ class Pipeline:
 
     def jacobian(self, at: At, trainable: Sequence[str], options: Options) -> Jacobian:
         """Forward, cotangents and factors for one batch."""
-        made_of = tuple((t, t._version) for t in _inputs(at.x))
         losses, _, terms = self._evaluate(at, options)
         with torch.set_grad_enabled(options.create_graph):
             terms = joined(terms)
         leaves = {k: at.params[k] for k in trainable}
         # a copy: losses may be the very memory of an output, and that of a parameter
         own = losses if options.create_graph else losses.detach().clone()
-        return Jacobian(own, leaves, terms, options.create_graph, made_of)
+        return Jacobian(own, leaves, terms, options.create_graph)
 
     def uses(self, at: At, options: Options) -> list[tuple[BoundSite, Operand, Term]]:
         """Every use of every parameter, with its factor, for `explain`."""
@@ -155,13 +154,6 @@ class Pipeline:
 def _by_reduction(loss: ExampleLosses, outputs: Outputs, output: Any, y: Any) -> Tensor | None:
     """(B,) losses through the reduction of one of torch's own; None where the loss itself has to be called."""
     return loss.vectorised(output, y) if loss.vectorised is not None and outputs.plain() else None
-
-
-def without_autocast(device: str) -> Any:
-    """Rules compute in the dtypes of what they are given."""
-    if not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 def _inputs(x: Any) -> list[Tensor]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from .factors._base import is_recorded, real
 from .flow import storage, value
+from .memory import is_injective
+from .numerics import is_recorded, real
 from .sites import Operand
 from .trace import Trace
 
@@ -119,14 +120,8 @@ def _is_dense(p: Tensor) -> bool:
 
 def _overlaps(view: Tensor) -> bool:
     """Whether two positions, not on an expanded dimension, show one element."""
-    reach = 0
-    for n, s in sorted(
-        ((n, s) for n, s in zip(view.shape, view.stride(), strict=True) if n != 1 and s), key=lambda d: d[1]
-    ):
-        if s <= reach:
-            return True
-        reach += s * (n - 1)
-    return False
+    shown = [(n, s) for n, s in zip(view.shape, view.stride(), strict=True) if s]
+    return not is_injective([n for n, _ in shown], [s for _, s in shown])
 
 
 def is_linear(derived: Tensor) -> bool:

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from . import trees
 from .arguments import Call
 from .lower import Lowered, flat_values, lower
-from .pipeline import Pipeline, without_autocast
+from .modes import without_autocast
+from .pipeline import Pipeline
 from .plain import is_plain, is_plain_loss
 from .running import without_autograd, writing_rows
 

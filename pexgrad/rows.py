@@ -1,4 +1,4 @@
-"""Small pure functions of rows, the dicts `{name: (B, *shape)}` that the transforms return.
+"""Small pure functions of rows, the dicts `{name: (B, *shape)}`, flat or nested, that the transforms return.
 
     flatten, unflatten    to (B, P) and back
     norms, dot            |g_b|, <g_b, v>
@@ -16,10 +16,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from . import nested
 from .checks import positive, shaped
 from .clipping import bounded
 from .errors import InputError
-from .factors._base import accumulable, dots, flat, real, squared_norms, sum_of, weighted
+from .numerics import accumulable, dots, flat, real, squared_norms, sum_of, weighted
 
 Rows = Mapping[str, Tensor]
 
@@ -37,6 +38,7 @@ def flatten(rows: Rows, *, batch_dims: int = 1) -> Tensor:
     Raises:
         InputError: where there are no entries or their leading dimensions differ.
     """
+    rows = nested.flatten(rows)
     if not rows:
         raise InputError("there are no rows to flatten")
     if len({r.shape[:batch_dims] for r in rows.values()}) > 1 or any(
@@ -61,18 +63,17 @@ def unflatten(flat: Tensor, params: Rows) -> dict[str, Tensor]:
     Raises:
         InputError: where P does not fit.
     """
-    sizes = {k: p.numel() for k, p in params.items()}
+    shapes = {k: p.shape for k, p in nested.flatten(params).items()}
+    sizes = {k: shape.numel() for k, shape in shapes.items()}
     if not flat.dim() or flat.shape[-1] != sum(sizes.values()):
         raise InputError(
             f"flat is {tuple(flat.shape)}; expected (..., {sum(sizes.values())}) for these parameters"
         )
     found, start = {}, 0
     for k, n in sizes.items():
-        found[k] = (
-            flat.narrow(-1, start, n).unflatten(-1, params[k].shape) if params[k].dim() else flat[..., start]
-        )
+        found[k] = flat.narrow(-1, start, n).unflatten(-1, shapes[k]) if shapes[k] else flat[..., start]
         start += n
-    return found
+    return nested.like(params, found)
 
 
 def norms(rows: Rows, *, per_param: bool = False) -> Tensor | dict[str, Tensor]:
@@ -81,9 +82,9 @@ def norms(rows: Rows, *, per_param: bool = False) -> Tensor | dict[str, Tensor]:
     >>> norms(grads).shape
     torch.Size([5])
     """
-    squares = {k: squared_norms(r) for k, r in rows.items()}
+    squares = {k: squared_norms(r) for k, r in nested.flatten(rows).items()}
     if per_param:
-        return {k: s.sqrt() for k, s in squares.items()}
+        return nested.like(rows, {k: s.sqrt() for k, s in squares.items()})
     return _total(squares).sqrt()
 
 
@@ -96,8 +97,8 @@ def dot(rows: Rows, other: Rows) -> Tensor:
     Raises:
         InputError: where names or shapes do not fit.
     """
-    parts = {}
-    for k, r in rows.items():
+    parts, other = {}, nested.flatten(other)
+    for k, r in nested.flatten(rows).items():
         v = other.get(k)
         if v is None or v.shape not in (r.shape, r.shape[1:]):
             got = "nothing" if v is None else tuple(v.shape)
@@ -122,7 +123,7 @@ def clip(rows: Rows, max_norm: float) -> dict[str, Tensor]:
     own = norms(rows)
     assert isinstance(own, Tensor)
     weights = bounded(own, max_norm)
-    return {k: weighted(r, weights) for k, r in rows.items()}
+    return nested.like(rows, {k: weighted(r, weights) for k, r in nested.flatten(rows).items()})
 
 
 def mean(rows: Rows, weights: Tensor | None = None) -> dict[str, Tensor]:
@@ -134,10 +135,16 @@ def mean(rows: Rows, weights: Tensor | None = None) -> dict[str, Tensor]:
     Raises:
         InputError: where there is not one weight for each example.
     """
-    for k, r in rows.items() if weights is not None else ():
+    flat = nested.flatten(rows)
+    for k, r in flat.items() if weights is not None else ():
         shaped(weights, r.shape[:1], f"weights for the rows of '{k}'", "one for each example")
-    scaled = rows if weights is None else {k: weighted(r, weights) for k, r in rows.items()}
-    return {k: r.sum(0) / max(1, r.shape[0]) for k, r in scaled.items()}
+    return nested.like(rows, {k: _mean(r, weights).to(r.dtype) for k, r in flat.items()})
+
+
+def _mean(r: Tensor, weights: Tensor | None) -> Tensor:
+    wide = accumulable(r)  # a sum of half precision may overflow where the mean does not
+    total = wide.sum(0) if weights is None else torch.tensordot(weights.to(wide.dtype), wide, 1)
+    return total / max(1, r.shape[0])
 
 
 def to_module_grads(model: nn.Module, grads: Rows, *, accumulate: bool = False) -> None:
@@ -160,9 +167,8 @@ def to_module_grads(model: nn.Module, grads: Rows, *, accumulate: bool = False) 
             has = f"'{k}' {tuple(own[k].shape)}" if k in own else f"no parameter '{k}'"
             raise InputError(f"grads[{k!r}] is {tuple(g.shape)}, but the model has {has}")
     for k, g in grads.items():
-        g = g.detach().to(own[k].dtype)
-        before = own[k].grad
-        own[k].grad = before + g if accumulate and before is not None else g
+        g, before = g.detach().to(own[k].dtype), own[k].grad
+        own[k].grad = g.clone() if before is None or not accumulate else before + g
 
 
 def _total(parts: Mapping[str, Tensor]) -> Tensor:

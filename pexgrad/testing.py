@@ -26,6 +26,7 @@ from .clipping import Clipping
 from .errors import PexgradError, VerificationError
 from .extend import _compare, check_rule
 from .loss import Loss
+from .numerics import flat as flattened
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -89,7 +90,7 @@ def _check(module: nn.Module, x: Any, y: Any, loss: Loss, tolerance: float) -> N
     params = dict(module.named_parameters())
     losses, want = per_example_value_and_grad(module, loss, strategy="naive")(params, x, y)
     jacobian = per_example_jacobian(module, loss, verify=False)(params, x, y)
-    flat = torch.cat([w.flatten(1) for w in want.values()], 1)
+    flat = torch.cat([flattened(w) for w in want.values()], 1)
     # a gradient that is zero but for rounding is measured against all gradients together
     floor = max(1e-4 * float(flat.norm()), 1e-12)
 

@@ -195,7 +195,7 @@ class PerExampleGrad(Transform):
         return self._repeats.answer(self, call, lambda: self._value_and_grad(call, buffers)[1], buffers)
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
-        return jacobian.rows()
+        return jacobian.rows(last=True)
 
     _is_of_tensors = True
 
@@ -217,7 +217,8 @@ class PerExampleGrad(Transform):
         losses, rows = [], []
         for s, jacobian in self._chunks(call):
             losses.append(jacobian.losses)
-            rows.append(jacobian.rows(None if buffers is None else {k: b[s] for k, b in buffers.items()}))
+            into = None if buffers is None else {k: b[s] for k, b in buffers.items()}
+            rows.append(jacobian.rows(into, last=True))
         if not rows:
             return call.no_numbers(), call.zeros(0)
         if len(rows) == 1:
@@ -237,7 +238,7 @@ class PerExampleValueAndGrad(PerExampleGrad):
         return self._repeats.answer(self, call, lambda: self._value_and_grad(call, buffers), buffers)
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
-        return jacobian.losses, jacobian.rows()
+        return jacobian.losses, jacobian.rows(last=True)
 
     def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
         return flat[0], nested.at(paths, flat[1:])
@@ -289,7 +290,16 @@ class PerExampleJacobian(Transform):
         call = self._check(params, x, y)
         if call.batch == 0:
             return Jacobian.of_rows(call.no_numbers(), call.zeros(0))
-        return self._jacobian(call)
+        return self._jacobian(call).watching(self._given(call))
+
+    def _given(self, call: Call) -> list[Tensor]:
+        constants = [t for known in self._pipelines.values() for p in known for t in p.trace.constants()]
+        return [
+            *call.params.values(),
+            *call.buffers,
+            *trees.tensors((trees.as_call(call.x), call.y)),
+            *constants,
+        ]
 
 
 @dataclass(frozen=True)

@@ -256,3 +256,36 @@ def test_rows_that_do_not_fit(rows):
         R.clip(rows, 0)
     with pytest.raises(pexgrad.InputError, match="empty"):
         R.norms({})
+
+
+def test_members_together_are_not_differentiated():
+    model, _, x, y = mlp()
+    fn = pexgrad.per_example_grad(model, create_graph=True)
+    stacked = pexgrad.stack_params(models())
+    with pytest.raises(pexgrad.InputError, match="create_graph"):
+        pexgrad.ensemble(fn, how="together")(stacked, x, y)
+    assert pexgrad.ensemble(fn)({k: p.requires_grad_() for k, p in stacked.items()}, x, y)[
+        "0.weight"
+    ].requires_grad
+
+
+@pytest.mark.parametrize("how", ["auto", "one by one", "together"])
+def test_data_of_more_members_than_there_are(how):
+    model, _, x, y = mlp()
+    fn = pexgrad.ensemble(pexgrad.per_example_grad(model), stacked_data=True, how=how)
+    with pytest.raises(pexgrad.InputError, match="3 members on dimension 0"):
+        fn(pexgrad.stack_params(models(3)), torch.stack([x] * 5), torch.stack([y] * 5))
+
+
+def test_nested_rows():
+    rows = {"a": {"w": torch.randn(5, 2, 3)}, "b": torch.randn(5, 4)}
+    params = {"a": {"w": torch.randn(2, 3)}, "b": torch.randn(4)}
+    flat = {"a.w": rows["a"]["w"], "b": rows["b"]}
+    torch.testing.assert_close(R.flatten(rows), R.flatten(flat))
+    torch.testing.assert_close(R.unflatten(R.flatten(rows), params), rows)
+    torch.testing.assert_close(R.norms(rows), R.norms(flat))
+    torch.testing.assert_close(R.dot(rows, params), R.dot(flat, {"a.w": params["a"]["w"], "b": params["b"]}))
+    assert R.norms(rows, per_param=True)["a"]["w"].shape == (5,)
+    torch.testing.assert_close(R.clip(rows, 0.1)["a"]["w"], R.clip(flat, 0.1)["a.w"])
+    torch.testing.assert_close(R.mean(rows)["a"]["w"], R.mean(flat)["a.w"])
+    assert pexgrad.add_noise(R.mean(rows), 1.0, 1.0)["a"]["w"].shape == (2, 3)

@@ -16,8 +16,8 @@ from strategies import CONV, conv_configs, transposed_configs
 
 import pexgrad
 from pexgrad.factors import Conv, Geometry, choice
-from pexgrad.factors._base import dots
 from pexgrad.factors.convolving import convolve, window_gram
+from pexgrad.numerics import dots
 
 pytestmark = [
     pytest.mark.usefixtures("double"),
@@ -174,7 +174,9 @@ def test_inner_products_of_windows_from_those_of_pixels(dtype, data):
     mine, theirs = (f.unfolded().x.movedim(2, 1) for f in (factor, other))
     got = window_gram(factor.x, other.x, factor.geometry)
     torch.testing.assert_close(got, mine @ theirs.conj().mT)
-    torch.testing.assert_close(factor._inner(other), dots(factor.unfolded().rows(), other.unfolded().rows()))
+    torch.testing.assert_close(
+        factor._by_windows_of(other), dots(factor.unfolded().rows(), other.unfolded().rows())
+    )
 
 
 def test_the_choice_is_among_what_may_be_fastest_and_into_memory_nothing_as_large_is_made():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from cases.case import wave
 from oracle import assert_rows_equal, rows_of_function
 
 import pexgrad
-from pexgrad.extend import Broadcast, Outer, Rows, check_rule, register_rule, registered, replaced
+from pexgrad.extend import Broadcast, Factor, Outer, Rows, check_rule, register_rule, registered, replaced
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -138,3 +140,48 @@ def test_a_rule_that_names_what_the_operation_does_not_have():
 
     with pytest.raises(pexgrad.PexgradError, match=r"(?s)weights"):
         register_rule(aten.linear.default, "weights")(doubled)
+
+
+def test_check_rule_takes_parameters_that_are_complex_or_have_no_dimensions():
+    check_rule(
+        lambda p, x: torch.nn.functional.linear(x, p["w"]),
+        {"w": torch.randn(4, 3, dtype=torch.complex64)},
+        torch.randn(5, 3, dtype=torch.complex64),
+    )
+    check_rule(lambda p, x: x * p["a"], {"a": torch.tensor(2.0)}, torch.randn(5, 3))
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal(Factor):
+    """Rows (b, n, n) of diagonals d, with names of its own for its tensors, and ways to inner products of its own."""
+
+    d: torch.Tensor  # (b, n)
+    shape: tuple
+    dtype: torch.dtype
+
+    tensors = ("d",)
+
+    def rows(self, out=None):
+        rows = torch.diag_embed(self.d).to(self.dtype)
+        return rows if out is None else out.copy_(rows)
+
+    def _inner(self, other):
+        return (self.d * other.d).sum(1) if isinstance(other, Diagonal) else None
+
+
+def test_a_factor_of_ones_own():
+    d, g, x = torch.randn(5, 3), torch.randn(5, 2, 1, 3), torch.randn(5, 2, 1, 3)
+    mine, outer = Diagonal(d, (3, 3), d.dtype), Outer(g, x, (3, 3), g.dtype)
+    rows, others = torch.diag_embed(d), torch.einsum("btho,bthi->boi", g, x)
+    assert mine.batch == 5 and mine.narrow(1, 2).batch == 2
+    torch.testing.assert_close(mine.sq_norms(), d.square().sum(1))
+    torch.testing.assert_close(mine.inner(mine), d.square().sum(1))
+    for a, b in ((mine, outer), (outer, mine)):
+        torch.testing.assert_close(a.inner(b), (rows * others).sum((1, 2)))
+    torch.testing.assert_close(mine.gram(outer), torch.einsum("boi,coi->bc", rows, others))
+    torch.testing.assert_close(outer.gram(mine), torch.einsum("boi,coi->bc", others, rows))
+
+
+def test_half_precision_of_a_factor_of_ones_own_is_added_up_in_single():
+    d = torch.full((2, 3), 300.0, dtype=torch.float16)
+    assert Diagonal(d, (3, 3), d.dtype).sq_norms().tolist() == [270000.0] * 2

@@ -376,3 +376,21 @@ def test_buffers_that_do_not_fit():
     for out in ({}, {**good, "bias": torch.zeros(6, 5)}, {**good, "bias": good["bias"].float()}):
         with pytest.raises(pexgrad.InputError, match=r"out\['(weight|bias)'\] is"):
             jacobian.rows(out)
+
+
+def test_nested_parameters():
+    def f(p, x):
+        return torch.tanh(x @ p["a"]["w"]) @ p["b"]
+
+    params, x, y = {"a": {"w": torch.randn(4, 3)}, "b": torch.randn(3, 2)}, torch.randn(5, 4), labels(5, 2)
+    fn = pexgrad.per_example_jacobian(f)
+    jacobian, rows = fn(params, x, y), pexgrad.per_example_grad(f)(params, x, y)
+    torch.testing.assert_close(jacobian.rows(), rows)
+    torch.testing.assert_close(jacobian @ params, pexgrad.rows.dot(rows, params))
+    torch.testing.assert_close((jacobian.T @ torch.ones(5))["a"]["w"], rows["a"]["w"].sum(0))
+    torch.testing.assert_close(jacobian.moments().mean, pexgrad.rows.mean(rows))
+    assert jacobian.norms(per_param=True)["a"]["w"].shape == (5,)
+    fisher = pexgrad.fisher_diagonal(fn, params, [(x, y)])
+    torch.testing.assert_close(fisher["a"]["w"], rows["a"]["w"].square().mean(0))
+    room = {"a": {"w": torch.zeros(5, 4, 3)}, "b": torch.zeros(5, 3, 2)}
+    torch.testing.assert_close(jacobian.rows(out=room), rows)

@@ -359,3 +359,10 @@ def test_an_error_inside_the_loss_names_it():
         pexgrad.per_example_grad(nn.Linear(4, 5), loss)(
             dict(nn.Linear(4, 5).named_parameters()), torch.randn(3, 4), {"class": labels(3)}
         )
+
+
+def test_class_weights_by_labels_of_a_byte():
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.tensor([0, 2, 1, 1, 0])
+    loss = nn.CrossEntropyLoss(weight=torch.rand(3) + 0.5)
+    fn = pexgrad.per_example_grad(model, loss)
+    assert_rows_equal(fn(dict(model.named_parameters()), x, y.byte()), rows_of(model, loss, x, y))

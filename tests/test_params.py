@@ -232,3 +232,14 @@ def test_no_examples_have_the_dtypes_of_some():
     each = pexgrad.per_example_grad_norm(model, wave, per_param=True)
     some, none = each(params, x), each(params, x[:0])
     assert {k: n.dtype for k, n in some.items()} == {k: n.dtype for k, n in none.items()}
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_parameters_without_dimensions_and_no_examples_that_count(kept):
+    def f(p, x):
+        return x * p["a"]
+
+    params, x = {"a": torch.tensor(2.0)}, torch.randn(kept, 4)
+    clipped = pexgrad.clipped_grad(f, wave, max_norm=1.0)(params, x, mask=torch.zeros(kept, dtype=torch.bool))
+    assert clipped.grads["a"].shape == () and clipped.grads["a"] == 0 and clipped.norms.shape == (kept,)
+    assert pexgrad.clipped_grad(f, wave, max_norm=1.0)(params, x[:0]).grads["a"] == 0

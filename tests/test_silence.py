@@ -82,10 +82,17 @@ def test_a_reduction_that_there_is_not():
 def test_buffers_in_one_place():
     fn = pexgrad.per_example_grad(lambda p, x: x @ p["a"] * (x @ p["b"]), lambda o, _: o)
     params, x, room = {"a": torch.randn(6), "b": torch.randn(6)}, torch.randn(4, 6), torch.zeros(4, 6)
-    with pytest.raises(pexgrad.InputError, match="same memory"):
+    with pytest.raises(pexgrad.InputError, match="share memory"):
         fn(params, x, out={"a": room, "b": room})
-    with pytest.raises(pexgrad.InputError, match="expanded"):
+    with pytest.raises(pexgrad.InputError, match="one element in several places"):
         fn(params, x, out={"a": room, "b": torch.zeros(6).expand(4, 6)})
+    with pytest.raises(pexgrad.InputError, match="one element in several places"):
+        fn(params, x, out={"a": room, "b": torch.zeros(9).unfold(0, 6, 1)})
+    long = torch.zeros(7, 6)
+    with pytest.raises(pexgrad.InputError, match="share memory"):
+        fn(params, x, out={"a": long[:4], "b": long[3:]})
+    with pytest.raises(pexgrad.InputError, match=r"out\['a'\] and x share memory"):
+        fn(params, x, out={"a": x, "b": room})
     flat = torch.zeros(4, 12)  # parts of one matrix are no such place
     rows = fn(params, x, out=pexgrad.rows.unflatten(flat, params))
     assert_rows_equal(rows, fn(params, x))
@@ -208,3 +215,136 @@ def test_a_jacobian_whose_input_has_changed():
     ):
         with pytest.raises(pexgrad.InputError, match="changed in place"):
             use()
+
+
+class Queries(nn.Module):
+    """A parameter, and a buffer, that are the input of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.lin = nn.Parameter(torch.randn(1, 3, 6)), nn.Linear(6, 3)
+        self.register_buffer("shift", torch.randn(1, 3, 6))
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        b = x.shape[0]
+        return (
+            (self.lin(self.q.expand(b, -1, -1)) + self.lin(self.shift.expand(b, -1, -1))).tanh()
+            * x[:, None, :3]
+            * self.scale.exp()
+        )
+
+
+def queries(create_graph=False):
+    torch.manual_seed(0)
+    model, x = Queries(), torch.randn(4, 6)
+    jacobian = pexgrad.per_example_jacobian(
+        model, lambda o, _: o.sin().sum((1, 2)), create_graph=create_graph
+    )
+    return model, jacobian(named(model), x), x
+
+
+@pytest.mark.parametrize("changed", ["q", "shift", "scale"])
+def test_a_jacobian_whose_parameters_or_buffers_have_changed(changed):
+    model, jacobian, _ = queries()
+    jacobian.rows()
+    with torch.no_grad():
+        getattr(model, changed).mul_(2)
+    with pytest.raises(pexgrad.InputError, match="changed in place"):
+        jacobian.rows()
+
+
+def test_a_jacobian_of_what_has_not_been_read_goes_on():
+    model, x = nn.Linear(6, 3), torch.randn(4, 6)
+    jacobian = pexgrad.per_example_jacobian(model)(named(model), x, labels(4, 3))
+    want = rows_of(model, F.cross_entropy, x, labels(4, 3))
+    with torch.no_grad():
+        model.weight.mul_(2)  # no row depends on it any more
+    assert_rows_equal(jacobian.rows(), want)
+
+
+def test_a_differentiable_jacobian_after_a_step():
+    model, jacobian, _ = queries(create_graph=True)
+    (jacobian.norms() ** 2).sum().backward(retain_graph=True)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    for use in (jacobian.rows, jacobian.norms, lambda: jacobian.T @ torch.ones(4)):
+        with pytest.raises(pexgrad.InputError, match="changed in place"):
+            use()
+
+
+def test_inner_products_and_projections_with_what_has_changed():
+    _, jacobian, _ = queries()
+    _, other, x = queries()
+    x.zero_()
+    with pytest.raises(pexgrad.InputError, match="changed in place"):
+        jacobian.gram(other)
+    with pytest.raises(pexgrad.InputError, match="changed in place"):
+        pexgrad.project(other, 4)
+
+
+@pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
+def test_rows_of_an_operator_are_the_callers_own(strategy):
+    model = Net(lambda s, x: torch.einsum("bi,bj,ij->b", x, x, s.w), w=param(6, 6))
+    fn = pexgrad.per_example_jacobian(model, lambda o, _: o, strategy=strategy)
+    for jacobian in (fn(named(model), x := torch.randn(4, 6)), fn(named(model), x).keep()):
+        norms = jacobian.norms()
+        for r in jacobian.rows().values():
+            r.mul_(3)
+        torch.testing.assert_close(jacobian.norms(), norms)
+
+
+def test_weights_made_in_place_leave_the_norms():
+    model, x = nn.Linear(6, 3), torch.randn(4, 6)
+    out = pexgrad.clipped_grad(model, clip=lambda norms: norms.clamp_(max=0.1))(named(model), x, labels(4, 3))
+    torch.testing.assert_close(out.norms, pexgrad.per_example_grad_norm(model)(named(model), x, labels(4, 3)))
+
+
+def test_gradients_of_a_module_are_its_own():
+    model = nn.Linear(6, 3)
+    grads = {k: torch.randn_like(p) for k, p in named(model).items()}
+    before = {k: g.clone() for k, g in grads.items()}
+    pexgrad.rows.to_module_grads(model, grads)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    torch.testing.assert_close(grads, before, rtol=0, atol=0)
+
+
+def test_the_mean_of_rows_in_half_precision():
+    rows = {"w": torch.full((64, 3), 3000.0, dtype=torch.float16)}
+    torch.testing.assert_close(pexgrad.rows.mean(rows)["w"], rows["w"][0])
+    torch.testing.assert_close(pexgrad.rows.mean(rows, torch.ones(64))["w"], rows["w"][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_under_autocast_are_of_the_parameters_precision(dtype):
+    """In float16 the squares of these gradients would overflow."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5)).float()
+    x, y = torch.randn(64, 16, dtype=torch.float32), labels(64, 5)
+    loss = lambda o, y: 3000 * F.cross_entropy(o.float(), y, reduction="none")  # noqa: E731
+    with torch.autocast("cpu", dtype):
+        jacobian = pexgrad.per_example_jacobian(model, loss)(named(model), x, y)
+        flat = pexgrad.rows.flatten(jacobian.rows()).double()
+        gram, second = jacobian.gram(), pexgrad.rows.flatten(jacobian.moments().second, batch_dims=0)
+        clipped = pexgrad.clipped_grad(model, loss, max_norm=1e9)(named(model), x, y).grads
+    clipped = pexgrad.rows.flatten(clipped, batch_dims=0)
+    for got, want in ((gram, flat @ flat.T), (second, flat.square().mean(0)), (clipped, flat.sum(0))):
+        assert got.dtype == torch.float32
+        assert (got.double() - want).norm() < 1e-2 * want.norm()
+
+
+def test_derivatives_where_gradients_are_no_derivatives():
+    model = nn.Embedding(6, 3, scale_grad_by_freq=True)
+    fn = pexgrad.per_example_grad(model, lambda o, _: o.sin().sum((1, 2)), create_graph=True)
+    with pytest.raises(pexgrad.PexgradError, match="scale_grad_by_freq"):
+        fn(named(model), torch.tensor([[1, 1, 2]]))
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(30), nn.GroupNorm(3, 30)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_that_are_zero_but_for_rounding(layer, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 30), layer).to(dtype)
+    rows = pexgrad.per_example_grad(model, lambda o, _: o.sum(1))(
+        named(model), torch.randn(8, 20, dtype=dtype)
+    )
+    assert rows["0.weight"].abs().max() < 1e3 * torch.finfo(dtype).eps

@@ -294,3 +294,14 @@ def test_buffers_are_told_apart_by_name():
     del model.a
     model.register_buffer("a", a)  # now the last one
     check(fn, model, x, y)
+
+
+@pytest.mark.parametrize("flat", [lambda x: x.contiguous().view(-1, 4), lambda x: x.reshape(-1, 4)])
+@pytest.mark.parametrize("first", ["dense", "strided"])
+def test_a_batch_that_is_laid_out_otherwise(flat, first):
+    """In a trace, whose batch is dense, both are views; of every second example they are copies."""
+    model = Net(lambda s, x: s.lin(flat(x)).view(x.shape[0], -1), lin=nn.Linear(4, 2))
+    fn = pexgrad.per_example_grad(model, wave)
+    batches = {"dense": torch.randn(5, 3, 4), "strided": torch.randn(10, 3, 4)[::2]}
+    for kind in (first, "dense", "strided"):
+        check(fn, model, batches[kind], None, wave)

@@ -1,4 +1,5 @@
-"""What every factor offers. A factor implements `rows` and `narrow`; the rest follows from them in bounded memory.
+"""What every factor offers. A factor is a dataclass that names its tensors and implements `rows`; the rest follows from
+these in bounded memory, and may be replaced where there is a faster way.
 
 Axes: b batch, t positions, then the operand's own. For a factor with rows G (b, *shape):
 
@@ -12,17 +13,16 @@ Axes: b batch, t positions, then the operand's own. For a factor with rows G (b,
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..numerics import accumulable, dots, flat, gather, real, square, squared_norms, total
 from .norm_cost import NormCost
 
 if TYPE_CHECKING:
@@ -40,20 +40,28 @@ class Factor(ABC):
     shape: tuple[int, ...]  # the operand's shape
     dtype: torch.dtype  # the operand's dtype, which rows have
 
-    adds_in_place = False  # whether `add_to` builds no rows
-
-    @property
-    @abstractmethod
-    def batch(self) -> int:
-        """The number of examples."""
+    tensors: ClassVar[
+        tuple[str, ...]
+    ]  # the fields that hold tensors (b, ...); one may be None, but not the first
+    adds_in_place: ClassVar[bool] = False  # whether `add_to` builds no rows
 
     @abstractmethod
     def rows(self, out: Tensor | None = None) -> Tensor:
         """(b, *shape), written into `out` where that is given."""
 
-    @abstractmethod
-    def narrow(self, start: int, length: int) -> Factor:
+    @property
+    def batch(self) -> int:
+        """The number of examples."""
+        return getattr(self, self.tensors[0]).shape[0]
+
+    def mapped(self, f: Callable[[Tensor], Tensor]) -> Self:
+        """The same with `f` of each of its tensors."""
+        values = {name: getattr(self, name) for name in self.tensors}
+        return replace(self, **{name: f(v) for name, v in values.items() if v is not None})  # pyright: ignore[reportArgumentType]
+
+    def narrow(self, start: int, length: int) -> Self:
         """The same for some of the examples."""
+        return self.mapped(lambda v: v.narrow(0, start, length))
 
     @property
     def row_numel(self) -> int:
@@ -84,7 +92,7 @@ class Factor(ABC):
 
     def take(self, s: slice) -> Self:
         """The same for the examples of a slice."""
-        return self.narrow(s.start, s.stop - s.start)  # pyright: ignore[reportReturnType]
+        return self.narrow(s.start, s.stop - s.start)
 
     def pieces(self, limit: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Rows, a bounded number of examples at a time."""
@@ -93,11 +101,9 @@ class Factor(ABC):
 
     def widened(self) -> Self:
         """The same, with rows of half precision in float32: before anything is added up they might overflow."""
-        parts = {n: v for n in ("g", "x", "r") if isinstance(v := getattr(self, n, None), Tensor)}
-        if self.dtype.itemsize >= 4 or not parts:
+        if self.dtype.itemsize >= 4 or not self.tensors:
             return self
-        wide = {n: accumulable(v) for n, v in parts.items()}
-        return replace(self, **wide, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
+        return replace(self.mapped(accumulable), dtype=torch.float32)  # pyright: ignore[reportArgumentType]
 
     def add_to(self, rows: Tensor) -> None:
         """Add rows to those given, (b, *shape)."""
@@ -124,10 +130,28 @@ class Factor(ABC):
 
     def inner(self, other: Factor) -> Tensor:
         """(b,): the inner product of each row with the same example's row of `other`."""
+        for a, b in ((self, other), (other, self)):
+            if (found := a._inner(b)) is not None:
+                return found
         return gather([dots(g, other.widened().take(s).rows()) for s, g in self.widened().pieces()])
+
+    def _inner(self, other: Factor) -> Tensor | None:
+        """The same where this kind of factor knows a way without the rows; None elsewhere."""
+        return None
 
     def gram(self, other: Factor) -> Tensor:
         """(b, c): the inner products of all rows with all rows of `other`."""
+        if (found := self._gram(other)) is not None:
+            return found
+        if (found := other._gram(self)) is not None:
+            return found.mT
+        return self._gram_by_rows(other)
+
+    def _gram(self, other: Factor) -> Tensor | None:
+        """The same where this kind of factor knows a way without the rows; None elsewhere."""
+        return None
+
+    def _gram_by_rows(self, other: Factor) -> Tensor:
         lines, other = [], other.widened()
         for _, g in self.widened().pieces(BLOCK_BYTES):
             g = accumulable(flat(g))
@@ -145,92 +169,3 @@ def slices(batch: int, bytes_of_example: int, limit: int | None = None) -> Itera
     size = max(1, (limit or PIECE_BYTES) // max(1, bytes_of_example))
     for start in range(0, batch, size) or range(1):  # an empty batch is one empty piece
         yield slice(start, min(start + size, batch))
-
-
-def is_recorded(x: Tensor) -> bool:
-    """Whether the run is being written down as a graph, in which no shape can depend on data."""
-    return isinstance(x, FakeTensor)
-
-
-def flat(g: Tensor) -> Tensor:
-    """(b, p): rows with what is not the batch in one dimension, also where there is nothing else."""
-    return g.unsqueeze(-1).flatten(1)
-
-
-def channels_last(x: Tensor) -> Tensor:
-    """(b, (t s), c) from (b, t, c, *s)."""
-    return x.unsqueeze(-1).flatten(3).movedim(2, 3).flatten(1, 2)
-
-
-def accumulable(x: Tensor) -> Tensor:
-    """`x` in a dtype that sums of products may be accumulated in: half precision in float32."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def weighted(x: Tensor, weights: Tensor) -> Tensor:
-    """`x` (b, ...) with example b multiplied by weights[b], rounded once: a clipping weight may vanish in float16."""
-    wide = accumulable(x) if x.dtype != weights.dtype else x
-    return (wide * weights.to(wide.dtype).reshape(-1, *[1] * (x.dim() - 1))).to(x.dtype)
-
-
-def weighted_pair(g: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Both factors of a product, the smaller one weighted: the copy of a language model's logits is worth saving."""
-    if prod(g.shape[1:]) <= prod(x.shape[1:]):
-        return weighted(g, weights), x
-    return g, weighted(x, weights)
-
-
-def square(x: Tensor) -> Tensor:
-    """|x|^2 elementwise, real."""
-    return real(x * x.conj()) if x.is_complex() else x * x
-
-
-# elements whose squares are added without a copy of them, in plain float32: few enough that rounding does not add up
-RUN = 1024
-
-
-def squared_norms(g: Tensor) -> Tensor:
-    """(b,): the squared norm of each row of g (b, ...), accumulated in at least float32."""
-    g = flat(g)
-    whole = g.shape[1] // RUN
-    if whole < 32 or is_recorded(g) or (torch.is_grad_enabled() and g.requires_grad):
-        return square(accumulable(g)).sum(1)
-    runs = g[:, : whole * RUN].unflatten(1, (whole, RUN))
-    wide = accumulable(g[:0]).dtype
-    return torch.linalg.vector_norm(runs, dim=2, dtype=wide).square().sum(1) + square(
-        accumulable(g[:, whole * RUN :])
-    ).sum(1)
-
-
-def real(x: Tensor) -> Tensor:
-    """The real part: the inner product of complex gradients as real ones."""
-    return x.real if x.is_complex() else x
-
-
-def dots(g: Tensor, h: Tensor) -> Tensor:
-    """(b,): the inner products of g and h, each (b, ...)."""
-    return flat(real(accumulable(g) * accumulable(h).conj())).sum(1)
-
-
-def gather(parts: list[Tensor]) -> Tensor:
-    """Parts along the batch, as one."""
-    return torch.cat(parts) if len(parts) != 1 else parts[0]
-
-
-def total(parts: Iterator[Tensor]) -> Tensor:
-    """The sum of parts, one at a time."""
-    result = next(parts)
-    for part in parts:
-        result = result + part
-    return result
-
-
-def sum_of(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of parts of one shape, in the widest of their dtypes."""
-    widest = functools.reduce(torch.promote_types, (p.dtype for p in parts))
-    return torch.stack([p.to(widest) for p in parts]).sum(0)
-
-
-def into(out: Tensor | None, rows: Tensor) -> Tensor:
-    """`rows`, copied into `out` where that is given."""
-    return rows if out is None else out.copy_(rows)

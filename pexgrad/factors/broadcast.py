@@ -5,12 +5,13 @@ G[b, f] = sum_t g[b, t, f] r[b, t, f]        r = 1 where it is None
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ._base import Factor, into
+from ..numerics import into
+from ._base import Factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,13 +23,7 @@ class Broadcast(Factor):
     shape: tuple[int, ...]  # numel = f
     dtype: torch.dtype
 
-    @property
-    def batch(self) -> int:
-        return self.g.shape[0]
-
-    def narrow(self, start: int, length: int) -> Broadcast:
-        r = None if self.r is None else self.r.narrow(0, start, length)
-        return replace(self, g=self.g.narrow(0, start, length), r=r)
+    tensors = "g", "r"
 
     def rows(self, out: Tensor | None = None) -> Tensor:
         rows = self.summed().reshape(self.batch, *self.shape).to(self.dtype)

@@ -5,26 +5,16 @@ Where several positions t of one example were folded into the batch, the rows of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..numerics import accumulable, channels_last, dots, gather, into, is_recorded, may_write, weighted_pair
 from . import choice
-from ._base import (
-    BLOCK_BYTES,
-    PIECE_BYTES,
-    Factor,
-    accumulable,
-    channels_last,
-    dots,
-    gather,
-    into,
-    is_recorded,
-    weighted_pair,
-)
+from ._base import BLOCK_BYTES, PIECE_BYTES, Factor
 from .convolving import Geometry, convolve, grouped, joint, lower, unfold, weight_gradient, window_gram
 from .norm_cost import NormCost, of_convolution
 from .outer import Outer
@@ -52,12 +42,7 @@ class Conv(Factor):
     dtype: torch.dtype
     rule: str = "auto"
 
-    @property
-    def batch(self) -> int:
-        return self.g.shape[0]
-
-    def narrow(self, start: int, length: int) -> Conv:
-        return replace(self, x=self.x.narrow(0, start, length), g=self.g.narrow(0, start, length))
+    tensors = "g", "x"
 
     def rows(self, out: Tensor | None = None) -> Tensor:
         return self._rows_by(self._algorithm(into_memory=out is not None and out.nbytes > PIECE_BYTES), out)
@@ -75,7 +60,7 @@ class Conv(Factor):
     def _one_by_one(self, out: Tensor | None) -> Tensor:
         """The library's own weight gradient, one example at a time."""
         rows = (weight_gradient(x, g, self.geometry, self.shape) for x, g in zip(self.x, self.g, strict=True))
-        if self.batch and not self._may_write():  # of no examples there is nothing to stack
+        if self.batch and not may_write(self.g, self.x):  # of no examples there is nothing to stack
             return into(out, torch.stack(list(rows)).to(self.dtype))
         out = self._empty() if out is None else out
         for own, row in zip(out, rows, strict=True):
@@ -85,17 +70,12 @@ class Conv(Factor):
     def _by_windows(self, out: Tensor | None) -> Tensor:
         """Windows of x times g, batched matrix products; a few examples at a time, so that the windows stay in cache."""
         pieces = self.slices(self._unfolded_bytes())
-        if not self._may_write():
+        if not may_write(self.g, self.x):
             return into(out, gather([self.take(s).unfolded().rows() for s in pieces]))
         out = self._empty() if out is None else out
         for s in pieces:
             self.take(s).unfolded().rows(out[s])
         return out
-
-    def _may_write(self) -> bool:
-        """Whether rows may be made in place: neither written down as a graph nor differentiated again."""
-        differentiable = torch.is_grad_enabled() and (self.g.requires_grad or self.x.requires_grad)
-        return not is_recorded(self.g) and not differentiable
 
     def _empty(self) -> Tensor:
         return self.g.new_empty(self.batch, *self.shape, dtype=self.dtype)
@@ -130,15 +110,15 @@ class Conv(Factor):
     def sq_norms(self) -> Tensor:
         return super().sq_norms() if self.norm_cost().way != "gram" else self.inner(self)
 
-    def inner(self, other: Factor) -> Tensor:
+    def _inner(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Conv) or other.geometry != self.geometry:
-            return super().inner(other)
+            return None
         if {self.norm_cost().way, other.norm_cost().way} != {"gram"}:
-            return super().inner(other)
+            return None
         pairs = self.geometry.groups * self.x[0:1, :, 0].numel() * other.x[0:1, :, 0].numel()
-        return gather([self.take(s)._inner(other.take(s)) for s in self.slices(pairs * 8)])
+        return gather([self.take(s)._by_windows_of(other.take(s)) for s in self.slices(pairs * 8)])
 
-    def _inner(self, other: Conv) -> Tensor:
+    def _by_windows_of(self, other: Conv) -> Tensor:
         g, h = (accumulable(f._grouped_cotangents()).movedim(2, 1) for f in (self, other))
         x, y = (accumulable(f.x) for f in (self, other))
         return dots(torch.matmul(g, h.conj().mT), window_gram(x, y, self.geometry).conj())
@@ -147,9 +127,9 @@ class Conv(Factor):
         """(b, (t s'), groups, d)."""
         return channels_last(self.g).unflatten(2, (self.geometry.groups, -1))
 
-    def gram(self, other: Factor) -> Tensor:
+    def _gram(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Conv):
-            return super().gram(other)
+            return None
         lines = []
         for s in self.slices(self._unfolded_bytes(), BLOCK_BYTES):
             mine = self.take(s).unfolded()

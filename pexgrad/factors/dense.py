@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._base import Factor, flat, into, squared_norms
+from ..numerics import flat, into, squared_norms
+from ._base import Factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +26,10 @@ class Rows(Factor):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.values.dtype
 
-    @property
-    def batch(self) -> int:
-        return self.values.shape[0]
+    tensors = ("values",)
 
-    def narrow(self, start: int, length: int) -> Rows:
-        return Rows(self.values.narrow(0, start, length))
+    def widened(self) -> Rows:
+        return self  # a piece at a time, where it is used
 
     def rows(self, out: Tensor | None = None) -> Tensor:
         return into(out, self.values)
@@ -56,6 +55,8 @@ class Replay(Factor):
     total: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    tensors = ()
 
     @property
     def batch(self) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import Factor, accumulable, is_recorded, total
+from ..numerics import accumulable, is_recorded, total
+from ._base import Factor
 from .broadcast import Broadcast
 from .conv import Conv
 from .outer import Outer
@@ -55,11 +56,10 @@ def _added(same: list[Broadcast]) -> Broadcast:
 
 def _cat(same: list[Factor]) -> Factor:
     fields = {}
-    for name in ("g", "x", "r", "ids"):
-        values: list[Any] = [getattr(f, name, None) for f in same]
-        if values[0] is not None:
-            spaced = _spaced(values)
-            fields[name] = torch.cat(values, 1) if spaced is None else spaced
+    for name in same[0].tensors:
+        values = [getattr(f, name) for f in same]
+        spaced = _spaced(values)
+        fields[name] = torch.cat(values, 1) if spaced is None else spaced
     return replace(same[0], **fields)  # type: ignore[type-var]
 
 

@@ -5,12 +5,14 @@ G[b, h, o, i] = sum_t g[b, t, h, o] x[b, t, h, i]        reshaped to the operand
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from ._base import BLOCK_BYTES, Factor, accumulable, gather, into, real, square, weighted_pair
+from ..numerics import accumulable, gather, into, real, square, weighted_pair
+from ._base import BLOCK_BYTES, Factor
 from .norm_cost import NormCost, of_outer
 
 
@@ -23,12 +25,7 @@ class Outer(Factor):
     shape: tuple[int, ...]  # numel = h o i
     dtype: torch.dtype
 
-    @property
-    def batch(self) -> int:
-        return self.g.shape[0]
-
-    def narrow(self, start: int, length: int) -> Outer:
-        return replace(self, g=self.g.narrow(0, start, length), x=self.x.narrow(0, start, length))
+    tensors = "g", "x"
 
     def rows(self, out: Tensor | None = None) -> Tensor:
         b, t, h, o = self.g.shape
@@ -61,45 +58,42 @@ class Outer(Factor):
         return torch.bmm(g.mT, x).reshape(self.shape).to(self.dtype)
 
     def sum_squares(self) -> Tensor:
-        if self.g.shape[1] > 1:
+        if self.g.shape[1] != 1:
             return super().sum_squares()
         g, x = square(accumulable(self.g[:, 0])), square(accumulable(self.x[:, 0]))
         return torch.einsum("bho,bhi->hoi", g, x).reshape(self.shape)
 
     def dot(self, v: Tensor) -> Tensor:
         h, o = self.g.shape[2:]
-        v = accumulable(v).conj().reshape(h, o, -1)
+        v = accumulable(v).conj().reshape(h, o, self.x.shape[3])
         mapped = torch.einsum("bthi,hoi->btho", accumulable(self.x), v)
         return real(mapped * accumulable(self.g)).flatten(1).sum(1)
 
-    def inner(self, other: Factor) -> Tensor:
-        if not isinstance(other, Outer):
-            # the other may know a way that avoids rows; if not, it comes back to rows by itself
-            return other.inner(self) if type(other).inner is not Factor.inner else super().inner(other)
-        if other.g.shape[2:] != self.g.shape[2:] or not self._gram_pays(other):
-            return super().inner(other)
+    def _inner(self, other: Factor) -> Tensor | None:
+        if not self._has_heads_of(other) or not self._gram_pays(other):
+            return None
         parts = []
         for s in self.slices(self.g.shape[1] * other.g.shape[1] * self.g.shape[2] * 8):
             gg = _positions(self.g[s], other.g[s])
             parts.append(real(gg * _positions(self.x[s], other.x[s])).flatten(1).sum(1))
         return gather(parts)
 
+    def _has_heads_of(self, other: Factor) -> TypeGuard[Outer]:
+        return isinstance(other, Outer) and other.g.shape[2:] == self.g.shape[2:]
+
     def _gram_pays(self, other: Outer) -> bool:
         o, i = self.g.shape[3], self.x.shape[3]
         return other.g.shape[1] * (i + o) < 2 * i * o
 
-    def gram(self, other: Factor) -> Tensor:
-        if not isinstance(other, Outer):
-            # the other may know a way that avoids rows; if not, it comes back to rows by itself
-            return other.gram(self).mT if type(other).gram is not Factor.gram else super().gram(other)
-        if other.g.shape[2:] != self.g.shape[2:]:
-            return super().gram(other)
+    def _gram(self, other: Factor) -> Tensor | None:
+        if not self._has_heads_of(other):
+            return None
         b, t, h, o = self.g.shape
         c, u, i = other.batch, other.g.shape[1], self.x.shape[3]
         # pairs of positions against pairs of rows, of which the other's are built once for each block of ours
         blocks = 1 + b * self.row_numel * self.dtype.itemsize // BLOCK_BYTES
         if t * u * (i + o) > i * o * (1 + t / max(1, c) + blocks * u / max(1, b)):
-            return super().gram(other)
+            return self._gram_by_rows(other)
         lines = []
         for s in self.slices(t * h * c * u * 8):
             gg = torch.einsum("btho,cuho->bchtu", accumulable(self.g[s]), accumulable(other.g).conj())

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._base import Factor, accumulable, gather, into, is_recorded, real, square, weighted
+from ..numerics import accumulable, gather, into, is_recorded, may_write, real, square, weighted
+from ._base import Factor
 from .outer import Outer
 
 
@@ -27,19 +28,13 @@ class Scatter(Factor):
     shape: tuple[int, ...]  # (v, *rest), numel of rest = f
     dtype: torch.dtype
 
-    @property
-    def batch(self) -> int:
-        return self.g.shape[0]
-
-    def narrow(self, start: int, length: int) -> Scatter:
-        return replace(self, g=self.g.narrow(0, start, length), ids=self.ids.narrow(0, start, length))
-
+    tensors = "g", "ids"
     adds_in_place = True
 
     def rows(self, out: Tensor | None = None) -> Tensor:
         g = self.g
         narrows = self.dtype.itemsize < g.dtype.itemsize  # then it is added up before it is rounded
-        if narrows or is_recorded(g) or (torch.is_grad_enabled() and g.requires_grad):
+        if narrows or not may_write(g):
             table = g.new_zeros(self.batch * self.shape[0], g.shape[2])
             table = table.index_add(0, self._keys(), g.flatten(0, 1))
             return into(out, table.reshape(self.batch, *self.shape).to(self.dtype))
@@ -90,21 +85,21 @@ class Scatter(Factor):
         table = accumulable(v).conj().reshape(self.shape[0], -1)
         return real(table[self.ids] * accumulable(self.g)).flatten(1).sum(1)
 
-    def inner(self, other: Factor) -> Tensor:
+    def _inner(self, other: Factor) -> Tensor | None:
         if isinstance(other, Scatter):
             return gather([self._pairs(other, s) for s in self.slices(self._pair_bytes(other.ids.shape[1]))])
         if isinstance(other, Outer) and self._is_head(other):
             return gather([self._head(other, s) for s in self.slices(self._pair_bytes(other.g.shape[1]))])
-        return super().inner(other)
+        return None
 
-    def gram(self, other: Factor) -> Tensor:
+    def _gram(self, other: Factor) -> Tensor | None:
         pairs: Callable[..., Tensor]
         if isinstance(other, Outer) and self._is_head(other):
             pairs, positions = Scatter._head, other.g.shape[1]
         elif isinstance(other, Scatter):
             pairs, positions = Scatter._pairs, other.ids.shape[1]
         else:
-            return super().gram(other)
+            return None
         lines = []
         for b in range(self.batch):  # expanded to a piece of the other batch at a time
             one = self.narrow(b, 1)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..factors import Broadcast, Conv, Geometry
-from ..factors._base import channels_last
+from ..numerics import channels_last
 from .linear import together
 from .registry import register_rule
 

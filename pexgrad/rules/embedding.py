@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..errors import InputError
 from ..factors import Scatter
 from .registry import register_rule
 
@@ -32,6 +33,11 @@ def embedding_weight(
     if padding_idx >= 0:
         g = g.masked_fill((ids == padding_idx)[..., None], 0)
     if scale_grad_by_freq:
+        if torch.is_grad_enabled() and g.requires_grad:
+            raise InputError(
+                "an embedding with scale_grad_by_freq has gradients that are not the derivative of its output, so that theirs "
+                "(create_graph=True) are not defined; switch one of the two off"
+            )
         # how often each id occurs in its own example
         g = g / (ids[:, :, None] == ids[:, None, :]).sum(2)[..., None]
     return Scatter(g, ids, shape, dtype)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..factors import Broadcast
-from ..factors._base import channels_last
+from ..numerics import channels_last
 from .linear import together
 from .registry import register_rule
 

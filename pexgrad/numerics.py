@@ -1,0 +1,109 @@
+"""Arithmetic on tensors whose dimension 0 is the batch, with the precision that sums of products need.
+
+Half precision is accumulated in float32; the inner product of complex gradients is that of real ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def is_recorded(x: Tensor) -> bool:
+    """Whether the run is being written down as a graph, in which no shape can depend on data."""
+    return isinstance(x, FakeTensor)
+
+
+def may_write(*made_of: Tensor) -> bool:
+    """Whether what is made of these may be made in place: neither written down as a graph nor differentiated again."""
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in made_of)
+    return not differentiable and not any(map(is_recorded, made_of))
+
+
+def flat(g: Tensor) -> Tensor:
+    """(b, p): rows with what is not the batch in one dimension, also where there is nothing else."""
+    return g.unsqueeze(-1).flatten(1)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """(b, (t s), c) from (b, t, c, *s)."""
+    return x.unsqueeze(-1).flatten(3).movedim(2, 3).flatten(1, 2)
+
+
+def accumulable(x: Tensor) -> Tensor:
+    """`x` in a dtype that sums of products may be accumulated in: half precision in float32."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def weighted(x: Tensor, weights: Tensor) -> Tensor:
+    """`x` (b, ...) with example b multiplied by weights[b], rounded once: a clipping weight may vanish in float16."""
+    wide = accumulable(x) if x.dtype != weights.dtype else x
+    return (wide * weights.to(wide.dtype).reshape(-1, *[1] * (x.dim() - 1))).to(x.dtype)
+
+
+def weighted_pair(g: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Both factors of a product, the smaller one weighted: the copy of a language model's logits is worth saving."""
+    if prod(g.shape[1:]) <= prod(x.shape[1:]):
+        return weighted(g, weights), x
+    return g, weighted(x, weights)
+
+
+def square(x: Tensor) -> Tensor:
+    """|x|^2 elementwise, real."""
+    return real(x * x.conj()) if x.is_complex() else x * x
+
+
+# elements whose squares are added without a copy of them, in plain float32: few enough that rounding does not add up
+RUN = 1024
+
+
+def squared_norms(g: Tensor) -> Tensor:
+    """(b,): the squared norm of each row of g (b, ...), accumulated in at least float32."""
+    g = flat(g)
+    whole = g.shape[1] // RUN
+    if whole < 32 or not may_write(g):
+        return square(accumulable(g)).sum(1)
+    runs = g[:, : whole * RUN].unflatten(1, (whole, RUN))
+    wide = accumulable(g[:0]).dtype
+    return torch.linalg.vector_norm(runs, dim=2, dtype=wide).square().sum(1) + square(
+        accumulable(g[:, whole * RUN :])
+    ).sum(1)
+
+
+def real(x: Tensor) -> Tensor:
+    """The real part: the inner product of complex gradients as real ones."""
+    return x.real if x.is_complex() else x
+
+
+def dots(g: Tensor, h: Tensor) -> Tensor:
+    """(b,): the inner products of g and h, each (b, ...)."""
+    return flat(real(accumulable(g) * accumulable(h).conj())).sum(1)
+
+
+def gather(parts: list[Tensor]) -> Tensor:
+    """Parts along the batch, as one."""
+    return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+
+def total(parts: Iterator[Tensor]) -> Tensor:
+    """The sum of parts, one at a time."""
+    result = next(parts)
+    for part in parts:
+        result = result + part
+    return result
+
+
+def sum_of(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of parts of one shape, in the widest of their dtypes."""
+    widest = functools.reduce(torch.promote_types, (p.dtype for p in parts))
+    return torch.stack([p.to(widest) for p in parts]).sum(0)
+
+
+def into(out: Tensor | None, rows: Tensor) -> Tensor:
+    """`rows`, copied into `out` where that is given."""
+    return rows if out is None else out.copy_(rows)
