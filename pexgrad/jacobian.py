@@ -28,10 +28,15 @@ KEEP_BYTES = 1 << 25
 
 @dataclass(frozen=True)
 class Moments:
-    """The first two moments of the rows over the batch, by parameter."""
+    """The first two moments of the rows over the batch, by parameter.
 
-    mean: dict[str, Tensor]  # (*shape): sum_b g_b / B
-    second: dict[str, Tensor]  # (*shape): sum_b |g_b|^2 / B, elementwise; half precision gives float32
+    Attributes:
+        mean: name -> (*shape), sum_b g_b / B.
+        second: name -> (*shape), sum_b |g_b|^2 / B, elementwise; half precision gives float32.
+    """
+
+    mean: dict[str, Any]
+    second: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,11 +36,17 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class ImportanceSample:
-    """Examples drawn in proportion to a measure of their importance."""
+    """Examples drawn in proportion to a measure of their importance.
 
-    index: Tensor  # (k,): which examples, with repeats
-    weights: Tensor  # (k,): 1 / (N k p), so that sum_j weights[j] g[index[j]] estimates the mean row
-    probabilities: Tensor  # (N,): with which an example is drawn
+    Attributes:
+        index: (k,), which examples, with repeats.
+        weights: (k,), 1 / (N k p), so that sum_j weights[j] g[index[j]] estimates the mean row.
+        probabilities: (N,), with which an example is drawn.
+    """
+
+    index: Tensor
+    weights: Tensor
+    probabilities: Tensor
 
 
 def importance_sample(
@@ -209,10 +215,15 @@ def dataset_moments(jacobian: JacobianOf, params: Params, batches: Batches) -> t
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """The simple gradient noise scale and the two estimates that it is the ratio of."""
+    """The simple gradient noise scale and the two estimates that it is the ratio of, in squared units of the gradient.
 
-    noise: float  # tr(S), S the covariance of the rows
-    signal: float  # |G|^2, G the gradient of the expected loss; an estimate of little data can be negative
+    Attributes:
+        noise: tr(S), for the covariance S of the rows.
+        signal: |G|^2, for the gradient G of the expected loss; an estimate from little data can be negative.
+    """
+
+    noise: float
+    signal: float
 
     @property
     def scale(self) -> float:

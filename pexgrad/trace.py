@@ -1,7 +1,7 @@
 """Stage 1: the model as a pre-dispatch ATen graph in which only the batch size is symbolic.
 
 Parameters, buffers and input tensors are the graph's placeholders; its outputs are the tensors of the
-model's output. Nothing of the user's module runs or changes: a structural copy is traced on fake tensors.
+model's output. Nothing of the user's module changes: the code of a structural copy runs on fake tensors.
 """
 
 from __future__ import annotations

@@ -304,11 +304,17 @@ class PerExampleJacobian(Transform):
 
 @dataclass(frozen=True)
 class Clipped:
-    """The result of `clipped_grad`."""
+    """The result of `clipped_grad`.
 
-    grads: dict[str, Tensor]  # name -> (*shape): the sum over the batch of weighted per-example gradients
-    norms: Tensor  # (B,): over all parameters, before clipping; zero for examples that a mask leaves out
-    losses: Tensor  # (B,): likewise
+    Attributes:
+        grads: name -> (*shape), the sum over the batch of weighted per-example gradients.
+        norms: (B,), over all parameters and before clipping, in units of the gradient; zero for examples that a mask leaves out.
+        losses: (B,), likewise.
+    """
+
+    grads: dict[str, Tensor]
+    norms: Tensor
+    losses: Tensor
 
 
 # so that torch.func, torch.compile and torch.export take it as a result

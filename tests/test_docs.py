@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import pkgutil
@@ -123,3 +124,37 @@ def test_examples_that_the_pages_name_exist():
         for name in re.findall(r"`(examples/\w+\.py)`", page.read_text(encoding="utf-8"))
     }
     assert named and all((ROOT / name).exists() for name in named)
+
+
+def parts():
+    """Module -> place of its part in CONTRIBUTING's table, from the top."""
+    lines = [
+        line.split("|")
+        for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+        if line.startswith("|")
+    ]
+    return {name: i for i, line in enumerate(lines[2:]) for name in re.findall(r"`([a-z_]+)/?`", line[2])}
+
+
+def test_every_module_is_in_the_table_of_parts():
+    package = ROOT / "pexgrad"
+    modules = {p.stem for p in package.glob("*.py")} | {p.parent.name for p in package.glob("*/__init__.py")}
+    assert parts().keys() == modules - {"__init__", "__main__", "demo"}
+
+
+def imported(path):
+    """The modules of the package that one imports when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    typing = {id(n) for t in ast.walk(tree) if isinstance(t, ast.If) for n in ast.walk(t)}
+    depth = len(path.relative_to(ROOT / "pexgrad").parts)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == depth and id(node) not in typing:
+            yield from [node.module.split(".")[0]] if node.module else [a.name for a in node.names]
+
+
+def test_imports_run_one_way():
+    place, wrong = parts(), []
+    for path in (ROOT / "pexgrad").rglob("*.py"):
+        own = path.relative_to(ROOT / "pexgrad").parts[0].removesuffix(".py")
+        wrong += [(own, m) for m in imported(path) if own in place and place[m] < place[own]]
+    assert not wrong

@@ -50,8 +50,18 @@ def register_rule(
 ) -> Callable[[RuleFunction], RuleFunction]:  # fmt: skip
     """Register the decorated function as the rule for `operand` of `operation`; `tensors.1` is the second in a list.
 
-    With `batch_dim`, the rule holds only where the activation has its batch on that dimension, with `when` only for
-    calls whose arguments (in which nodes stand for tensors) it accepts; elsewhere the exact fallback is used.
+    >>> @register_rule(torch.ops.aten.linear.default, "bias")
+    ... def linear_bias(g, *, shape, dtype):  # g (b, t, *rest)
+    ...     return Broadcast(g.flatten(1, -2), None, shape, dtype)
+
+    Args:
+        operation: an ATen operation, with its overload.
+        operand: the argument, by its name in the schema, whose gradient the rule gives.
+        batch_dim: the rule holds only where the activation has its batch on that dimension; elsewhere the exact fallback is used.
+        when: likewise, only for calls whose arguments by name (in which nodes stand for tensors) it accepts.
+
+    Raises:
+        InputError: where the rule asks for an argument that the operation does not have.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
