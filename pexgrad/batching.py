@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import nested, trees
-from .checks import positive_int
+from .checks import described, positive_int
 from .compose import Composable
 from .errors import InputError
 from .loaders import Unpack, pairs
@@ -160,6 +160,7 @@ def _into_one(fn: Function, members: int, arguments: Callable[[int], tuple[Any, 
 
 
 def _stack(results: list[Any]) -> Any:
+    _check_joinable(results, 0)
     return pytree.tree_map(lambda *parts: torch.stack(parts), *results)
 
 
@@ -223,6 +224,17 @@ def over_loader(
     return over_batches
 
 
+def _check_joinable(results: list[Any], dims: int) -> None:
+    """Raise where results are not tensors of at least so many dimensions, in trees."""
+    for leaf in pytree.tree_leaves(results[0]):
+        if not isinstance(leaf, Tensor) or leaf.dim() < dims:
+            what = described(leaf) + (" without dimensions" if isinstance(leaf, Tensor) else "")
+            raise InputError(
+                f"the function gives {what}, which cannot be put together; let it give tensors, with the examples on "
+                "dimension 0 where there are several batches"
+            )
+
+
 def _join(results: list[Any]) -> Any:
     if len(results) == 1:
         return results[0]
@@ -231,4 +243,5 @@ def _join(results: list[Any]) -> Any:
         return Clipped(
             pytree.tree_map(lambda *g: sum(g[1:], g[0]), *(r.grads for r in results)), norms, losses
         )
+    _check_joinable(results, 1)
     return pytree.tree_map(lambda *parts: torch.cat(parts), *results)

@@ -65,7 +65,8 @@ class Transform(Composable):
         """The table of what a call with these arguments does; nothing is kept of the gradients."""
         call = self._check(params, x, y)
         pipeline = self._pipeline(call) if self._options.strategy == "crb" and call.batch else None
-        uses = [] if pipeline is None else pipeline.uses(self._at(call), self._options)
+        with StandStill():  # nothing is drawn for a table
+            uses = [] if pipeline is None else pipeline.uses(self._at(call), self._options)
         return explain(pipeline, uses, self._options.strategy, call.params, call.trainable, call.batch)
 
     def _check(self, params: Params, x: Any, y: Any) -> Call:

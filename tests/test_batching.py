@@ -289,3 +289,16 @@ def test_nested_rows():
     torch.testing.assert_close(R.clip(rows, 0.1)["a"]["w"], R.clip(flat, 0.1)["a.w"])
     torch.testing.assert_close(R.mean(rows)["a"]["w"], R.mean(flat)["a.w"])
     assert pexgrad.add_noise(R.mean(rows), 1.0, 1.0)["a"]["w"].shape == (2, 3)
+
+
+def test_results_that_cannot_be_put_together():
+    model, params, x, y = mlp()
+    fn = pexgrad.per_example_jacobian(model)
+    with pytest.raises(pexgrad.InputError, match="a Jacobian, which cannot be put together"):
+        pexgrad.chunked(fn, 2)(params, x, y)
+    with pytest.raises(pexgrad.InputError, match="a Jacobian, which cannot be put together"):
+        pexgrad.ensemble(fn)(pexgrad.stack_params(models()), x, y)
+    batches = [(x[:2], y[:2]), (x[2:], y[2:])]
+    mean = pexgrad.over_loader(pexgrad.per_example_grad_norm(model), batches, reduce=torch.mean)
+    with pytest.raises(pexgrad.InputError, match=r"\(\) without dimensions"):
+        mean(params)

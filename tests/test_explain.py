@@ -137,3 +137,12 @@ FAST = pick("""
 def test_layers_with_a_rule_do_not_take_the_fallback(case):
     model, x, y, loss = case.build()
     assert "fallback" not in text(model, x, y, loss)
+
+
+def test_explain_draws_no_random_numbers():
+    model, x, y = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5)), torch.randn(3, 4), torch.tensor([0, 2, 1])
+    fn = pexgrad.per_example_grad(model)
+    before = torch.get_rng_state()
+    for _ in range(2):
+        fn.explain(dict(model.named_parameters()), x, y)
+    assert torch.equal(torch.get_rng_state(), before)
