@@ -333,7 +333,9 @@ class Composable:
 
     def _state(self) -> dict[str, Any]:
         """What the transform is made of, without what it has traced."""
-        return {k: v for k, v in self.__dict__.items() if k not in _TRACED}
+        traced = object.__new__(type(self))
+        traced._reset()
+        return {k: v for k, v in vars(self).items() if k not in vars(traced)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -348,18 +350,6 @@ class Composable:
         other = object.__new__(type(self))
         other.__setstate__(copy.deepcopy(self._state(), memo))
         return other
-
-
-_TRACED = (
-    "_pipelines",
-    "_kept_alive",
-    "_lowered",
-    "_reads",
-    "_repeats",
-    "_by_structure",
-    "_lock",
-    "_handle",
-)
 
 
 class _WithoutTensors(pickle.Pickler):

@@ -7,11 +7,12 @@ object that code reads, only the attributes that it names count: a trainer's cou
 from __future__ import annotations
 
 import contextlib
+import dis
 import sys
 import weakref
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +23,16 @@ Reads = list[tuple[Any, Any]]
 # what a class or an object has by name and nothing else looks into
 _PLAIN = (int, float, complex, str, bytes, type(None), list, tuple, set, dict, torch.Tensor, torch.nn.Module)
 
-_names: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, frozenset[str]]] = weakref.WeakKeyDictionary()
+
+class _Names(NamedTuple):
+    """The names in a function's code, and in that of the functions in it."""
+
+    code: CodeType
+    every: frozenset[str]  # of globals and attributes
+    of_globals: frozenset[str]  # an attribute may have the name of a global that is something else
+
+
+_known: weakref.WeakKeyDictionary[FunctionType, _Names] = weakref.WeakKeyDictionary()
 _own: weakref.WeakKeyDictionary[type, list[type]] = weakref.WeakKeyDictionary()
 
 
@@ -39,7 +49,7 @@ def of_function(function: FunctionType | MethodType) -> Reads:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
             found += _named(name, cell.cell_contents, names)
-    for name in sorted(names & function.__globals__.keys()):
+    for name in sorted(_names_of(function).of_globals & function.__globals__.keys()):
         found += _named(name, function.__globals__[name], names)
     return found
 
@@ -95,19 +105,31 @@ def _methods(kind: type, names: frozenset[str]) -> tuple[Reads, frozenset[str]]:
 
 def _names_in(function: FunctionType) -> frozenset[str]:
     """The names of globals and attributes in a function's code; none for a library's."""
-    code = function.__code__
-    known = _names.get(function)
-    if known is None or known[0] is not code:  # a notebook that reloads code gives a function another
-        library = is_installed(code.co_filename)
-        known = _names[function] = code, frozenset() if library else frozenset(_all_names(code))
-    return known[1]
+    return _names_of(function).every
 
 
-def _all_names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _names_of(function: FunctionType) -> _Names:
+    code, known = function.__code__, _known.get(function)
+    if known is None or known.code is not code:  # a notebook that reloads code gives a function another
+        codes = [] if is_installed(code.co_filename) else list(_codes_in(code))
+        every = frozenset(name for c in codes for name in c.co_names)
+        known = _known[function] = _Names(code, every, frozenset(g for c in codes for g in _globals_in(c)))
+    return known
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _all_names(constant)
+            yield from _codes_in(constant)
+
+
+def _globals_in(code: CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if (
+            "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME"
+        ):  # the latter in the body of a class
+            yield instruction.argval
 
 
 def _is_installed(module: ModuleType) -> bool:

@@ -165,7 +165,7 @@ class Transform(Composable):
             tuple((k, b.shape, b.dtype, b.device) for k, b in call.module.buffers.items()),
             tuple(call.trainable),
             spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
-            _autocast("cpu"), _autocast("cuda"), global_hooks(),
+            _autocast("cpu"), _autocast(next(iter(call.params.values())).device.type), global_hooks(),
         )  # fmt: skip
 
 

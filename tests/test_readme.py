@@ -19,4 +19,4 @@ def test_snippets(page):
     for block in BLOCK.finditer(text):
         line = text.count("\n", 0, block.start(1))
         source = "\n" * line + block[1]  # so that a traceback names the page's own line
-        exec(compile(source, str(page), "exec"), namespace)
+        exec(compile(source, str(page), "exec", dont_inherit=True), namespace)

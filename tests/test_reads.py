@@ -433,3 +433,29 @@ def test_a_counter_on_the_model_is_warned_of():
     with pytest.warns(UserWarning, match="traced 8 times for inputs of one kind") as seen:
         count_up()
     assert len(seen) == 1
+
+
+def test_a_global_with_the_name_of_an_attribute_is_another_thing():
+    """As in a script: `self.out(x)` in the model, and `out = fn(params, x, y)` in the loop."""
+    space = {"nn": nn, "torch": torch, "SCALE": 2.0}
+    code = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x):
+        class Scaled:
+            by = SCALE
+        return [self.out(x) * Scaled.by for _ in range(1)][0]
+"""
+    exec(code, space)
+    model = space["Model"]()
+    params, x, y = dict(model.named_parameters()), torch.randn(5, 4), torch.tensor([0, 2, 1, 1, 0])
+    fn = pexgrad.per_example_grad(model)
+    for i in range(3):
+        space["out"] = space["x"] = float(i), fn(params, x, y)
+    assert fn.trace_count == 1
+    space["SCALE"] = 3.0
+    assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+    assert fn.trace_count == 2
