@@ -437,7 +437,7 @@ def test_a_counter_on_the_model_is_warned_of():
 
 def test_a_global_with_the_name_of_an_attribute_is_another_thing():
     """As in a script: `self.out(x)` in the model, and `out = fn(params, x, y)` in the loop."""
-    space = {"nn": nn, "torch": torch, "SCALE": 2.0}
+    space = {"__name__": "script", "nn": nn, "torch": torch, "SCALE": 2.0}
     code = """
 class Model(nn.Module):
     def __init__(self):
