@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import accumulable, dots, flat, gather, real, square, squared_norms, total
-from .norm_cost import NormCost
+from .norm_cost import ROWS, NormCost
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -79,7 +79,7 @@ class Factor(ABC):
     def norm_algorithm(self) -> str:
         """How norms are computed, for the reader of `explain`."""
         cost = self.norm_cost()
-        return "rows in pieces" if cost is None else cost.way
+        return ROWS if cost is None else cost.way
 
     def keeps_rows(self) -> bool:
         """Whether a norm followed by a weighted sum is cheaper through rows that are kept in between."""

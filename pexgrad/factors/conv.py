@@ -16,7 +16,7 @@ from ..numerics import accumulable, channels_last, dots, gather, into, is_record
 from . import choice
 from ._base import BLOCK_BYTES, PIECE_BYTES, Factor
 from .convolving import Geometry, convolve, grouped, joint, lower, unfold, weight_gradient, window_gram
-from .norm_cost import NormCost, of_convolution
+from .norm_cost import GRAM, NormCost, of_convolution
 from .outer import Outer
 
 CONV_RULES = ("auto", "measure", "grouped", "unfold", "loop")
@@ -108,12 +108,12 @@ class Conv(Factor):
         )  # fmt: skip
 
     def sq_norms(self) -> Tensor:
-        return super().sq_norms() if self.norm_cost().way != "gram" else self.inner(self)
+        return super().sq_norms() if self.norm_cost().way != GRAM else self.inner(self)
 
     def _inner(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Conv) or other.geometry != self.geometry:
             return None
-        if {self.norm_cost().way, other.norm_cost().way} != {"gram"}:
+        if {self.norm_cost().way, other.norm_cost().way} != {GRAM}:
             return None
         pairs = self.geometry.groups * self.x[0:1, :, 0].numel() * other.x[0:1, :, 0].numel()
         return gather([self.take(s)._by_windows_of(other.take(s)) for s in self.slices(pairs * 8)])

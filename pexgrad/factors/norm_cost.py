@@ -23,29 +23,34 @@ ADDITION = 12
 KEEP = 0.45
 
 
+# the ways, as `explain` names them
+PRODUCT, GRAM, ROWS = "product of norms", "gram", "rows in pieces"
+
+
 class NormCost(NamedTuple):
     """Multiplications for each example and group."""
 
-    positions: int
     gram: int
     rows: int
+    is_product: bool = False  # of one position, whose norm is a product
 
     @property
     def way(self) -> str:
         """The cheapest way to the norms."""
-        if self.positions == 1:
-            return "product of norms"
-        return "gram" if self.gram < self.rows else "rows in pieces"
+        if self.is_product:
+            return PRODUCT
+        return GRAM if self.gram < self.rows else ROWS
 
     @property
     def keeps_rows(self) -> bool:
         """Whether norms and then a weighted sum are cheapest through rows that are kept in between."""
-        return self.positions > 1 and self.gram > KEEP * self.rows
+        return not self.is_product and self.gram > KEEP * self.rows
 
 
 def of_outer(positions: int, outputs: int, inputs: int) -> NormCost:
     """For products of o outputs and i inputs at t positions."""
-    return NormCost(positions, positions**2 * (outputs + inputs), positions * outputs * inputs)
+    gram = positions**2 * (outputs + inputs)
+    return NormCost(gram, positions * outputs * inputs, is_product=positions == 1)
 
 
 def of_convolution(
@@ -53,4 +58,4 @@ def of_convolution(
 ) -> NormCost:
     """For channels of one group."""
     gram = positions**2 * (outputs + ADDITION * sum(kernel)) + pixels**2 * inputs
-    return NormCost(max(2, positions), gram, positions * outputs * inputs * prod(kernel))
+    return NormCost(gram, positions * outputs * inputs * prod(kernel))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..numerics import accumulable, gather, into, real, square, weighted_pair
 from ._base import BLOCK_BYTES, Factor
-from .norm_cost import NormCost, of_outer
+from .norm_cost import PRODUCT, ROWS, NormCost, of_outer
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,9 @@ class Outer(Factor):
 
     def sq_norms(self) -> Tensor:
         how = self.norm_cost().way
-        if how == "rows in pieces":
+        if how == ROWS:
             return super().sq_norms()
-        if how == "product of norms":
+        if how == PRODUCT:
             norms = square(accumulable(self.g)).sum(-1) * square(accumulable(self.x)).sum(-1)
             return norms.flatten(1).sum(1)
         return self.inner(self)
