@@ -14,7 +14,7 @@ from . import trees
 from .checks import positive_int, shaped
 from .errors import InputError
 from .factors.conv import check_conv_rule
-from .memory import is_injective, overlap
+from .memory import refuse_shared
 from .modes import recording
 from .rebind import Bound
 from .snapshot import Snapshot, snapshot
@@ -168,33 +168,17 @@ def check_out(out: Mapping[str, Tensor], call: Call, create_graph: bool) -> dict
             or out[k].shape[0] < call.batch
             or out[k].dtype != p.dtype
             or out[k].requires_grad
+            or out[k].layout is not torch.strided
         ):
             raise InputError(
                 f"out[{k!r}] is {tuple(out[k].shape)} {out[k].dtype}; expected ({call.batch} or more, "
                 f"{', '.join(map(str, p.shape))}) {p.dtype} without requires_grad"
             )
         found[k] = out[k][: call.batch]
-    _check_apart(found, call)
-    return found
-
-
-def _check_apart(out: dict[str, Tensor], call: Call) -> None:
-    """Raise where rows would be written over other rows, or over what they are computed from."""
-    read = [("a parameter", t) for t in call.params.values()]
+    read = [("a parameter", t) for t in call.params.values()] + [("a buffer", t) for t in call.buffers]
     read += [("x", t) for t in trees.tensors(call.x)] + [("y", t) for t in trees.tensors(call.y)]
-    in_memory: dict[int, list[tuple[str, Tensor]]] = {}
-    for what, t in read:
-        in_memory.setdefault(t.untyped_storage()._cdata, []).append((what, t))
-    for k, t in out.items():
-        if not is_injective(t.shape, t.stride()):
-            raise InputError(
-                f"out[{k!r}] shows one element in several places: rows would be written over one another"
-            )
-        beside = in_memory.setdefault(t.untyped_storage()._cdata, [])
-        for what, other in beside:
-            if overlap(t, other):
-                raise InputError(f"out[{k!r}] and {what} share memory")
-        beside.append((f"out[{k!r}]", t))
+    refuse_shared(found, read)
+    return found
 
 
 def _check_parameter(model: Bound, name: str, p: Any, own: dict[str, Tensor]) -> None:

@@ -94,7 +94,7 @@ def ensemble(fn: Function, *, stacked_data: bool = False, how: str = "auto") -> 
     def over_members(params: Mapping[str, Any], x: Any, y: Any = None) -> Any:
         members = _members(params)
 
-        if stacked_data and {t.shape[0] for t in trees.tensors((trees.as_call(x), y))} != {members}:
+        if stacked_data and {*(t.shape[:1] for t in trees.tensors((trees.as_call(x), y)))} != {(members,)}:
             raise InputError(
                 f"with stacked_data every tensor of x and y needs the {members} members on dimension 0"
             )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .errors import InputError
@@ -17,20 +18,27 @@ def positive_int(value: Any, name: str) -> None:
         raise InputError(f"{name}={value!r} must be a positive integer")
 
 
-def positive(value: Any, name: str) -> None:
-    """Raise where `value` is not a finite number above zero."""
-    if not _is_number(value) or not 0 < value < float("inf"):
+def positive(value: Any, name: str) -> float:
+    """`value` as a float; raise where it is not a finite number above zero."""
+    number = _number(value)
+    if number is None or not 0 < number < float("inf"):
         raise InputError(f"{name}={value!r} must be a positive, finite number")
+    return number
 
 
-def not_negative(value: Any, name: str) -> None:
-    """Raise where `value` is not a finite number, at least zero."""
-    if not _is_number(value) or not 0 <= value < float("inf"):
+def not_negative(value: Any, name: str) -> float:
+    """`value` as a float; raise where it is not a finite number, at least zero."""
+    number = _number(value)
+    if number is None or not 0 <= number < float("inf"):
         raise InputError(f"{name}={value!r} must be a finite number, at least 0")
+    return number
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _number(value: Any) -> float | None:
+    """A number of Python's, of NumPy's, or in a tensor without dimensions."""
+    if isinstance(value, Tensor) and not value.dim() and not value.is_complex() and value.dtype != torch.bool:
+        return float(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
 
 
 def shaped(value: Any, shape: Sequence[Any], name: str, meaning: str = "") -> None:

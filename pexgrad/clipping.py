@@ -38,9 +38,8 @@ class Clipping:
             if self.how != "flat":
                 raise InputError(f"max_norm by group and clip={self.how!r} exclude one another")
             # a copy: the sensitivity that was accounted for stays what it is, whatever becomes of the user's dict
-            object.__setattr__(self, "max_norm", dict(self.max_norm))
-            for pattern, bound in self.max_norm.items():
-                positive(bound, f"max_norm[{pattern!r}]")
+            bounds = {p: positive(bound, f"max_norm[{p!r}]") for p, bound in self.max_norm.items()}
+            object.__setattr__(self, "max_norm", bounds)
         elif callable(self.how):
             if self.max_norm is not None:
                 raise InputError(
@@ -51,7 +50,7 @@ class Clipping:
                 f"clip={self.how!r} is neither a function nor one of {', '.join(map(repr, CLIPS))}"
             )
         else:
-            positive(self.max_norm, "max_norm")
+            object.__setattr__(self, "max_norm", positive(self.max_norm, "max_norm"))
 
     @property
     def sensitivity(self) -> float | None:

@@ -24,9 +24,10 @@ def is_half(t: Tensor) -> bool:
     return t.is_floating_point() and t.dtype.itemsize < 4
 
 
-# A difference is rounding, too, where it is at most so many times what rounding the parameters otherwise makes of `want`, and
-# that is itself so few roundings of one: where it is more, rounding decides on a branch.
-_TIMES, _ROUNDINGS = 30, 1e4
+# A difference is rounding, too, where `want` itself is: where rounding the parameters otherwise changes it by this part of it,
+# or more, but by no more than so many roundings of one (then rounding decides on a branch), and the difference is at most so
+# many times that. Not for half precision, where a rounding is no small part of anything.
+_PART, _ROUNDINGS, _TIMES = 0.1, 1e4, 30
 
 
 def largest_error(
@@ -45,7 +46,7 @@ def largest_error(
         # a gradient that is zero but for rounding is measured against all gradients together
         scale = max(_norm(w), 1e-4 * overall if k else 0.0, 1e-12)
         difference = _norm(torch.where(w.isfinite(), got[k] - w, 0))
-        if rounded is not None and _is_rounding(difference, rounded[k] - w):
+        if rounded is not None and not is_half(w) and _is_rounding(difference, w, rounded[k]):
             continue
         error = difference / scale
         if not error <= tolerance(w, half) and (worst is None or error > worst[1]):
@@ -53,9 +54,10 @@ def largest_error(
     return worst
 
 
-def _is_rounding(difference: float, of_want: Tensor) -> bool:
-    own = _norm(of_want)
-    return difference <= _TIMES * own and own <= _ROUNDINGS * torch.finfo(of_want.dtype).eps
+def _is_rounding(difference: float, want: Tensor, rounded: Tensor) -> bool:
+    own = _norm(rounded - want)
+    few = _PART * _norm(want) <= own <= _ROUNDINGS * torch.finfo(want.dtype).eps
+    return few and difference <= _TIMES * own
 
 
 def _norm(x: Tensor) -> float:

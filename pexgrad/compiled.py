@@ -56,7 +56,7 @@ def takes(tree: Any) -> bool:
     if isinstance(tree, Tensor):
         return True
     if type(tree) in (dict, OrderedDict):
-        return all(map(takes, tree.values()))
+        return all(type(k) in (str, int) for k in tree) and all(map(takes, tree.values()))
     if type(tree) in (tuple, list):
         return all(map(takes, tree))
     if type(tree) is float:

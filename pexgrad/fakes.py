@@ -42,15 +42,18 @@ def computes_metadata(filename: str) -> bool:
     return any(part in filename for part in _METADATA)
 
 
+_hushed = threading.local()
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: not getattr(_hushed, "depth", 0))
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's notes on shapes that do not fit: the error says so, or there is another way."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    """Without torch's notes, in this thread, on shapes that do not fit: the error says so, or there is another way."""
+    _hushed.depth = getattr(_hushed, "depth", 0) + 1
     try:
         yield
     finally:
-        log.disabled = before
+        _hushed.depth -= 1
 
 
 def fake(mode: FakeTensorMode, t: Tensor) -> Tensor:

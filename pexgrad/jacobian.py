@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from .component import Component, Term, components
 from .errors import InputError
 from .factors import Rows
 from .factors.joined import join
+from .memory import refuse_shared, storage_of
 from .modes import recording, without_autocast
 from .numerics import accumulable, square, sum_of
 from .pullback import Window
@@ -37,6 +38,18 @@ class Moments:
 
     mean: dict[str, Any]
     second: dict[str, Any]
+
+
+class Given(NamedTuple):
+    """The tensors that a call was given, or found in the model."""
+
+    params: dict[str, Tensor]
+    data: list[Tensor]
+    others: list[Tensor]  # buffers and constants
+
+    def all(self) -> list[Tensor]:
+        """All of them."""
+        return [*self.params.values(), *self.data, *self.others]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,21 +95,29 @@ class Jacobian:
     def _components(self) -> list[Component]:
         return components(self.leaves, self.terms, self.create_graph)
 
-    def watching(self, given: Iterable[Tensor]) -> Jacobian:
+    def watching(self, given: Given) -> Jacobian:
         """The same, with an eye on those of the tensors given to the call that it still reads."""
-        differentiated = self.create_graph or any(
-            t.window is None or not t.factor.tensors for t in self.terms
-        )
         memory = self._memory()
-        read = [t for t in given if differentiated or t.untyped_storage()._cdata in memory]
-        return replace(self, read=tuple((t, t._version) for t in read if not t.is_inference()))
+        read = [t for t in given.all() if storage_of(t) in memory]
+        derived = [t for t in self.terms if t.window is None]
+        if derived:  # by code on parameters, buffers and constants, of which autograd keeps what it needs
+            names = {k for t in derived for k in t.params}
+            read += [p for k, p in given.params.items() if k in names or k not in self.leaves] + given.others
+        if self.create_graph:
+            read += [t for t in given.all() if t.is_floating_point() or t.is_complex()]
+        if any(
+            not t.factor.tensors for t in self.terms
+        ):  # an operation that is replayed on what it was given
+            read += given.all()
+        distinct = {id(t): t for t in read if not t.is_inference()}
+        return replace(self, read=tuple((t, t._version) for t in distinct.values()))
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """The modes that its arithmetic runs in; an error where what it reads has changed."""
         if any(t._version != version for t, version in self.read):
             raise InputError(
-                "a tensor that the Jacobian still reads (an input, a parameter, a buffer) has been changed in place since: "
+                "a tensor that the Jacobian may still read (an input, a parameter, a buffer) has been changed in place since: "
                 "finish with the Jacobian first, or pass a copy"
             )
         with recording(self.create_graph), without_autocast(self.losses.device.type):
@@ -113,6 +134,8 @@ class Jacobian:
         if out is not None:
             out = nested.flatten(out)
             self._check_room(out)
+            if not last:  # else it has been checked before there was an operator
+                refuse_shared(out, [("what the Jacobian reads", t) for t in self._held()])
         with self.working():
             found: dict[str, Tensor] = {}
             for c in self._components:
@@ -127,10 +150,13 @@ class Jacobian:
         """Nested as the parameters were."""
         return results if self.paths is None else nested.nest(results, self.paths)
 
-    def _memory(self) -> set[int]:
+    def _memory(self) -> set[int | None]:
         """Of the factors' tensors."""
+        return {storage_of(t) for t in self._held()} - {None}
+
+    def _held(self) -> list[Tensor]:
         held = [getattr(t.factor, name) for t in self.terms for name in t.factor.tensors]
-        return {h.untyped_storage()._cdata for h in held if h is not None}
+        return [t for t in held if t is not None]
 
     def _check_room(self, out: Mapping[str, Tensor]) -> None:
         for k, p in self.leaves.items():
@@ -254,7 +280,7 @@ class Transposed:
         return self.jacobian.vjp(weights)
 
 
-def apart(results: dict[str, Tensor], taken: Iterable[int] = ()) -> dict[str, Tensor]:
+def apart(results: dict[str, Tensor], taken: Iterable[int | None] = ()) -> dict[str, Tensor]:
     """Each in memory of its own and none that is taken: to change one in place changes no other, and no element of it twice.
 
     Two biases added one after the other have one cotangent, which is the rows of both; that of a sum is one number, expanded.

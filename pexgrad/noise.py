@@ -46,9 +46,7 @@ def add_noise(
     Raises:
         InputError: where `noise_multiplier` or `max_norm` is negative or not finite.
     """
-    not_negative(noise_multiplier, "noise_multiplier")
-    not_negative(max_norm, "max_norm")
-    scale = noise_multiplier * max_norm
+    scale = not_negative(noise_multiplier, "noise_multiplier") * not_negative(max_norm, "max_norm")
     noisy = {
         k: _noisy(g, scale, generator or fresh_generator(g.device)) for k, g in nested.flatten(grads).items()
     }

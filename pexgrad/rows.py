@@ -119,7 +119,7 @@ def clip(rows: Rows, max_norm: float) -> dict[str, Tensor]:
     Raises:
         InputError: where `max_norm` is not a positive, finite number.
     """
-    positive(max_norm, "max_norm")
+    max_norm = positive(max_norm, "max_norm")
     own = norms(rows)
     assert isinstance(own, Tensor)
     weights = bounded(own, max_norm)
@@ -161,7 +161,7 @@ def to_module_grads(model: nn.Module, grads: Rows, *, accumulate: bool = False) 
     Raises:
         InputError: where a name or a shape is not the model's; nothing is changed then.
     """
-    own = dict(model.named_parameters())
+    own, grads = dict(model.named_parameters()), nested.flatten(grads)
     for k, g in grads.items():
         if k not in own or own[k].shape != g.shape:
             has = f"'{k}' {tuple(own[k].shape)}" if k in own else f"no parameter '{k}'"

@@ -25,7 +25,7 @@ from .errors import (
     VerificationError,
 )
 from .explain import Explanation, explain
-from .jacobian import Jacobian
+from .jacobian import Given, Jacobian
 from .loss import ExampleLosses, Loss
 from .modes import differentiable_kernels, uncompiled
 from .pipeline import At, Pipeline, build
@@ -165,7 +165,7 @@ class Transform(Composable):
             tuple((k, b.shape, b.dtype, b.device) for k, b in call.module.buffers.items()),
             tuple(call.trainable),
             spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
-            _autocast("cpu"), _autocast(next(iter(call.params.values())).device.type), global_hooks(),
+            tuple(map(_autocast, sorted({"cpu", *(p.device.type for p in call.params.values())}))), global_hooks(),
         )  # fmt: skip
 
 
@@ -291,16 +291,9 @@ class PerExampleJacobian(Transform):
         call = self._check(params, x, y)
         if call.batch == 0:
             return Jacobian.of_rows(call.no_numbers(), call.zeros(0))
-        return self._jacobian(call).watching(self._given(call))
-
-    def _given(self, call: Call) -> list[Tensor]:
-        constants = [t for known in self._pipelines.values() for p in known for t in p.trace.constants()]
-        return [
-            *call.params.values(),
-            *call.buffers,
-            *trees.tensors((trees.as_call(call.x), call.y)),
-            *constants,
-        ]
+        constants = self._pipeline(call).trace.constants() if self._options.strategy == "crb" else []
+        data = trees.tensors((trees.as_call(call.x), call.y))
+        return self._jacobian(call).watching(Given(call.params, data, [*call.buffers, *constants]))
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,11 @@ def test_nested_rows():
     assert R.norms(rows, per_param=True)["a"]["w"].shape == (5,)
     torch.testing.assert_close(R.clip(rows, 0.1)["a"]["w"], R.clip(flat, 0.1)["a.w"])
     torch.testing.assert_close(R.mean(rows)["a"]["w"], R.mean(flat)["a.w"])
-    assert pexgrad.add_noise(R.mean(rows), 1.0, 1.0)["a"]["w"].shape == (2, 3)
+    assert pexgrad.add_noise(R.mean(rows), 1.0, torch.tensor(1.0))["a"]["w"].shape == (2, 3)
+    module = nn.Module()
+    module.a, module.b = nn.Linear(3, 2, bias=False), nn.Parameter(torch.randn(4))
+    R.to_module_grads(module, {"a": {"weight": torch.ones(2, 3)}, "b": torch.ones(4)})
+    assert module.a.weight.grad.sum() == 6
 
 
 def test_results_that_cannot_be_put_together():

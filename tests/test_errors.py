@@ -232,7 +232,7 @@ def test_tensors_without_slices(strategy, kind):
 
 def test_torch_prints_nothing_of_a_shape_that_does_not_fit(monkeypatch):
     printed = []
-    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", printed.append)
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "callHandlers", printed.append)
     net, (_, y) = Net(lambda s, x: x @ s.lin.weight, lin=nn.Linear(4, 5)), batch()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         per_example_grad(net)(named(net), torch.randn(3, 4), y)
