@@ -33,14 +33,14 @@ def refuse_shared(out: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]])
     for what, t in read:
         held.setdefault(storage_of(t), []).append((what, t))
     for k, t in out.items():
-        if not is_injective(t.shape, t.stride()):
+        if not (t.is_contiguous() or is_injective(t.shape, t.stride())):
             raise InputError(
                 f"out[{k!r}] may show one element in several places: rows would be written over one another"
             )
         held.setdefault(storage_of(t), []).append((f"out[{k!r}]", t))
     written = set(map(id, out.values()))
-    for storage in set(map(storage_of, out.values())):
-        pair = _clash(held[storage], written)
+    for beside in held.values():
+        pair = _clash(beside, written) if len(beside) > 1 else None
         if pair is not None:
             raise InputError(f"{pair[0]} and {pair[1]} may share memory")
 
