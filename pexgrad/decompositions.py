@@ -165,13 +165,13 @@ def group_norm_backward(
     g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, n: Any, c: Any, size: Any, group: int,
     wanted: Sequence[bool],
 ) -> Any:  # fmt: skip
-    """In one precision: under autocast the scale is in another than what it scales, which vmap's rule does not take."""
-    if weight is None or weight.dtype == x.dtype or any(wanted[1:]):
-        return NotImplemented
-    g = g.to(weight.dtype) * weight.reshape(1, -1, *[1] * (g.dim() - 2))
-    x, mean, rstd, dtype = x.to(g.dtype), mean.to(g.dtype), rstd.to(g.dtype), x.dtype
-    of_x, *others = aten.native_group_norm_backward(g, x, mean, rstd, None, n, c, size, group, wanted)
-    return of_x.to(dtype), *others
+    """Without the scale, in one precision."""
+    scale = None if weight is None else weight.reshape(1, -1, *[1] * (g.dim() - 2))
+
+    def plain(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Any:
+        return aten.native_group_norm_backward(g, x, mean, rstd, None, n, c, size, group, wanted)
+
+    return _in_one_precision(plain, g, x, mean, rstd, scale, wanted)
 
 
 def layer_norm_backward(
@@ -179,12 +179,22 @@ def layer_norm_backward(
     wanted: Sequence[bool],
 ) -> Any:  # fmt: skip
     """The same for layer norm."""
-    if weight is None or weight.dtype == x.dtype or any(wanted[1:]):
+
+    def plain(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Any:
+        return aten.native_layer_norm_backward(g, x, shape, mean, rstd, None, None, wanted)
+
+    return _in_one_precision(plain, g, x, mean, rstd, weight, wanted)
+
+
+def _in_one_precision(
+    plain: Callable[..., Any], g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor | None,
+    wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    """Under autocast the scale is in another precision than what it scales, which vmap's rule does not take."""
+    if scale is None or scale.dtype == x.dtype or any(wanted[1:]):
         return NotImplemented
-    g = g.to(weight.dtype) * weight
-    x, mean, rstd, dtype = x.to(g.dtype), mean.to(g.dtype), rstd.to(g.dtype), x.dtype
-    of_x, *others = aten.native_layer_norm_backward(g, x, shape, mean, rstd, None, None, wanted)
-    return of_x.to(dtype), *others
+    of_x, *others = plain(g.to(scale.dtype) * scale, *(t.to(scale.dtype) for t in (x, mean, rstd)))
+    return of_x.to(x.dtype), *others
 
 
 # of what autograd adds to a graph

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from .errors import ANY_MODEL, TraceError
+from .memory import storage_of
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -83,7 +84,7 @@ def fold_factor_of(val: Any, batch: Any) -> int | None:
 def storage(node: fx.Node) -> int | None:
     """An identity of the memory behind a node's value, shared by its views."""
     val = value(node)
-    return val.untyped_storage()._cdata if isinstance(val, Tensor) and val.layout == torch.strided else None
+    return storage_of(val) if isinstance(val, Tensor) else None
 
 
 def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:

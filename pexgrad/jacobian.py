@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import nested
+from . import nested, trees
+from .arguments import Call
 from .checks import described, shaped
 from .component import Component, Term, components
 from .errors import InputError
@@ -38,18 +39,6 @@ class Moments:
 
     mean: dict[str, Any]
     second: dict[str, Any]
-
-
-class Given(NamedTuple):
-    """The tensors that a call was given, or found in the model."""
-
-    params: dict[str, Tensor]
-    data: list[Tensor]
-    others: list[Tensor]  # buffers and constants
-
-    def all(self) -> list[Tensor]:
-        """All of them."""
-        return [*self.params.values(), *self.data, *self.others]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,20 +84,20 @@ class Jacobian:
     def _components(self) -> list[Component]:
         return components(self.leaves, self.terms, self.create_graph)
 
-    def watching(self, given: Given) -> Jacobian:
-        """The same, with an eye on those of the tensors given to the call that it still reads."""
-        memory = self._memory()
-        read = [t for t in given.all() if storage_of(t) in memory]
+    def watching(self, call: Call, constants: list[Tensor]) -> Jacobian:
+        """The same, with an eye on what it still reads of a call's tensors, and of constants of the model's code."""
+        memory, others = self._memory(), [*call.buffers, *constants]
+        given = [*call.params.values(), *trees.tensors((trees.as_call(call.x), call.y)), *others]
+        read = [t for t in given if storage_of(t) in memory]
         derived = [t for t in self.terms if t.window is None]
         if derived:  # by code on parameters, buffers and constants, of which autograd keeps what it needs
             names = {k for t in derived for k in t.params}
-            read += [p for k, p in given.params.items() if k in names or k not in self.leaves] + given.others
+            read += [p for k, p in call.params.items() if k in names or k not in self.leaves] + others
         if self.create_graph:
-            read += [t for t in given.all() if t.is_floating_point() or t.is_complex()]
-        if any(
-            not t.factor.tensors for t in self.terms
-        ):  # an operation that is replayed on what it was given
-            read += given.all()
+            read += [t for t in given if t.is_floating_point() or t.is_complex()]
+        # an operation that is replayed reads what it was given
+        if any(not t.factor.tensors for t in self.terms):
+            read += given
         distinct = {id(t): t for t in read if not t.is_inference()}
         return replace(self, read=tuple((t, t._version) for t in distinct.values()))
 
@@ -287,7 +276,7 @@ def apart(results: dict[str, Tensor], taken: Iterable[int | None] = ()) -> dict[
     """
     seen = set(taken)
     for k, t in results.items():
-        memory = t.untyped_storage()._cdata
+        memory = storage_of(t)
         if memory in seen or any(isinstance(s, int) and s == 0 for s in t.stride()):
             results[k] = t.clone(memory_format=torch.contiguous_format)
         seen.add(memory)

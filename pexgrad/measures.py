@@ -84,7 +84,7 @@ def importance_sample(
         i = int(wrong.nonzero()[0])
         raise InputError(f"norms[{i}] is {norms[i].item()}; every entry must be finite and at least 0")
     uniform = not_negative(uniform, "uniform")
-    if not 0 <= uniform <= 1:
+    if uniform > 1:
         raise InputError(f"uniform={uniform!r} must be in [0, 1]")
     positive_int(k, "k")
     p = norms.detach().double()

@@ -29,15 +29,16 @@ def is_injective(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 def refuse_shared(out: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]]) -> None:
     """Raise where rows written into `out` would be written over one another, or over what they are computed from."""
-    held: dict[int | None, list[tuple[str, Tensor]]] = {}
+    held: dict[int | None, list[tuple[str, Tensor]]] = {storage_of(t): [] for t in out.values()}
     for what, t in read:
-        held.setdefault(storage_of(t), []).append((what, t))
+        if (storage := storage_of(t)) in held:
+            held[storage].append((what, t))
     for k, t in out.items():
         if not (t.is_contiguous() or is_injective(t.shape, t.stride())):
             raise InputError(
                 f"out[{k!r}] may show one element in several places: rows would be written over one another"
             )
-        held.setdefault(storage_of(t), []).append((f"out[{k!r}]", t))
+        held[storage_of(t)].append((f"out[{k!r}]", t))
     written = set(map(id, out.values()))
     for beside in held.values():
         pair = _clash(beside, written) if len(beside) > 1 else None

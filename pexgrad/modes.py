@@ -69,9 +69,8 @@ def recordable(tree: Any) -> Any:
 
 
 def _is_of_inference(t: Tensor) -> bool:
-    return (
-        not is_lazy(t) and t.is_inference()
-    )  # of a lazy one, which is refused by its name, nothing can be asked
+    # of a lazy one, which is refused by its name, nothing can be asked
+    return not is_lazy(t) and t.is_inference()
 
 
 # --- tensors inside torch.func transforms -----------------------------------------------------------

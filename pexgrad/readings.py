@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import ANY_MODEL, TraceError
 from .flow import mutated_operands, storage, value
+from .memory import storage_of
 from .source import calling_line
 
 aten = torch.ops.aten
@@ -265,7 +266,7 @@ def _written(node: fx.Node) -> set[int | None]:
 def _memory(root: nn.Module, node: fx.Node) -> int | None:
     if node.op == "get_attr":
         constant = getattr(root, str(node.target), None)
-        return constant.untyped_storage()._cdata if isinstance(constant, Tensor) else None
+        return storage_of(constant) if isinstance(constant, Tensor) else None
     return storage(node)
 
 

@@ -126,9 +126,8 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
 
 def _globals_in(code: CodeType) -> Iterator[str]:
     for instruction in dis.get_instructions(code):
-        if (
-            "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME"
-        ):  # the latter in the body of a class
+        # the latter in the body of a class
+        if "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
             yield instruction.argval
 
 

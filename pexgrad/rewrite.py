@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from .flow import Flow, analyse, batch_dims, is_differentiable, mutated_operands, storage, value, where
+from .memory import storage_of
 from .opaque import settle_hooks
 from .trace import FROM_GRAPH, Trace, Untraced
 
@@ -80,7 +81,7 @@ def _protect(trace: Trace) -> None:
         if node.op not in ("placeholder", "get_attr") or not node.users:
             continue
         val = value(node) if node.op == "placeholder" else getattr(trace.root, node.target)
-        if isinstance(val, Tensor) and val.untyped_storage()._cdata in written:
+        if isinstance(val, Tensor) and storage_of(val) in written:
             with trace.graph.inserting_before(first if node.op == "placeholder" else node.next):
                 clone = insert(trace, aten.clone.default, (node,), like=node)
             node.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)

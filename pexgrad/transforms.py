@@ -25,7 +25,7 @@ from .errors import (
     VerificationError,
 )
 from .explain import Explanation, explain
-from .jacobian import Given, Jacobian
+from .jacobian import Jacobian
 from .loss import ExampleLosses, Loss
 from .modes import differentiable_kernels, uncompiled
 from .pipeline import At, Pipeline, build
@@ -64,7 +64,7 @@ class Transform(Composable):
     def explain(self, params: Params, x: Any, y: Any = None) -> Explanation:
         """The table of what a call with these arguments does; nothing is kept of the gradients."""
         call = self._check(params, x, y)
-        pipeline = self._pipeline(call) if self._options.strategy == "crb" and call.batch else None
+        pipeline = self._pipeline_or_none(call) if call.batch else None
         with StandStill():  # nothing is drawn for a table
             uses = [] if pipeline is None else pipeline.uses(self._at(call), self._options)
         return explain(pipeline, uses, self._options.strategy, call.params, call.trainable, call.batch)
@@ -73,8 +73,10 @@ class Transform(Composable):
         return check_call(self._model, params, x, y)
 
     def _jacobian(self, call: Call) -> Jacobian:
+        return self._jacobian_by(self._pipeline_or_none(call), call)
+
+    def _jacobian_by(self, pipeline: Pipeline | None, call: Call) -> Jacobian:
         o, at = self._options, self._at(call)
-        pipeline = self._pipeline(call) if o.strategy == "crb" else None
         with differentiable_kernels(o.create_graph):
             if pipeline is None:
                 return LOOPS[o.strategy](self._model, self._loss, at, call.trainable, o.create_graph)
@@ -100,6 +102,10 @@ class Transform(Composable):
             for k, p in call.params.items()
         }
         return At(params, call.buffers, call.x, call.y, call.batch)
+
+    def _pipeline_or_none(self, call: Call) -> Pipeline | None:
+        """None for the loops, which trace nothing."""
+        return self._pipeline(call) if self._options.strategy == "crb" else None
 
     def _pipeline(self, call: Call) -> Pipeline:
         key = self._signature(call)
@@ -291,9 +297,9 @@ class PerExampleJacobian(Transform):
         call = self._check(params, x, y)
         if call.batch == 0:
             return Jacobian.of_rows(call.no_numbers(), call.zeros(0))
-        constants = self._pipeline(call).trace.constants() if self._options.strategy == "crb" else []
-        data = trees.tensors((trees.as_call(call.x), call.y))
-        return self._jacobian(call).watching(Given(call.params, data, [*call.buffers, *constants]))
+        pipeline = self._pipeline_or_none(call)
+        constants = [] if pipeline is None else pipeline.trace.constants()
+        return self._jacobian_by(pipeline, call).watching(call, constants)
 
 
 @dataclass(frozen=True)

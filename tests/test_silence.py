@@ -415,7 +415,10 @@ def test_many_buffers_in_one_matrix():
 
 def test_a_jacobian_of_a_model_with_a_sparse_buffer():
     model = nn.Linear(6, 3)
-    model.register_buffer("a", torch.eye(3).to_sparse())
+    for name in ("a", "b"):
+        model.register_buffer(name, torch.eye(3).to_sparse())
+    rows = pexgrad.per_example_grad(model)(named(model), torch.randn(4, 6), labels(4, 3))
+    pexgrad.per_example_grad(model)(named(model), torch.randn(4, 6), labels(4, 3), out=rows)
     assert pexgrad.per_example_jacobian(model)(
         named(model), torch.randn(4, 6), labels(4, 3)
     ).norms().shape == (4,)

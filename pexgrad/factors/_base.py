@@ -40,9 +40,8 @@ class Factor(ABC):
     shape: tuple[int, ...]  # the operand's shape
     dtype: torch.dtype  # the operand's dtype, which rows have
 
-    tensors: ClassVar[
-        tuple[str, ...]
-    ]  # the fields that hold tensors (b, ...); one may be None, but not the first
+    # the fields that hold tensors (b, ...); one may be None, but not the first
+    tensors: ClassVar[tuple[str, ...]]
     adds_in_place: ClassVar[bool] = False  # whether `add_to` builds no rows
 
     @abstractmethod
