@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import trees
-from .checks import positive_int, shaped
+from .call import Call
+from .checks import positive_int
 from .errors import InputError
 from .factors.conv import check_conv_rule
 from .memory import refuse_shared
-from .modes import recording
 from .rebind import Bound
-from .snapshot import Snapshot, snapshot
+from .snapshot import snapshot
 
 Params = Mapping[str, Tensor]
 
@@ -62,76 +62,6 @@ class Options:
         check_conv_rule(self.conv_rule)
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """The arguments of one call, checked."""
-
-    params: dict[str, Tensor]  # all of the model's: the given ones in their order, then its own
-    trainable: list[str]  # the entries to differentiate, in the order given
-    x: Any
-    y: Any
-    batch: int
-    module: Snapshot  # what the module held when it was called
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """The module's buffers, in the order in which a trace takes them."""
-        return list(self.module.buffers.values())
-
-    def zeros(self, *leading: int) -> dict[str, Tensor]:
-        """name -> zeros (*leading, *shape) for the entries to differentiate."""
-        return {
-            k: self.params[k].detach().new_zeros((*leading, *self.params[k].shape)) for k in self.trainable
-        }
-
-    def room(self) -> dict[str, Tensor]:
-        """name -> memory for the rows (B, *shape) of the entries to differentiate, not initialised."""
-        with recording(False):
-            return {k: self.params[k].new_empty(self.batch, *self.params[k].shape) for k in self.trainable}
-
-    def no_numbers(self, *names: str) -> Tensor:
-        """(0,): what losses, and norms of the entries `names` or of all, are for no examples."""
-        return example_numbers([self.params[k].detach() for k in names or self.trainable])
-
-    def examples(self, start: int, stop: int) -> Call:
-        """The same call on some of the examples."""
-        stop = min(stop, self.batch)
-        return replace(
-            self,
-            x=trees.examples(self.x, start, stop),
-            y=trees.examples(self.y, start, stop),
-            batch=stop - start,
-        )
-
-    def check_mask(self, mask: Tensor) -> None:
-        """Raise where `mask` is not (B,) booleans."""
-        shaped(mask, (self.batch,), "mask", "true for the examples that count")
-        if mask.dtype != torch.bool:
-            raise InputError(
-                f"mask ({self.batch},) is in {mask.dtype}; expected torch.bool, true for the examples that count"
-            )
-
-    def bytes_of_rows(self) -> int:
-        """What the rows of this call take."""
-        return self.batch * sum(
-            self.params[k].numel() * self.params[k].element_size() for k in self.trainable
-        )
-
-    def chosen(self, mask: Tensor) -> Call:
-        """The same call on the examples that a mask (B,) of booleans counts."""
-        self.check_mask(mask)
-        x, y = (trees.map_tensors(lambda t: t[mask], tree) for tree in (self.x, self.y))
-        return replace(self, x=x, y=y, batch=int(mask.sum()))
-
-
-def example_numbers(entries: list[Tensor], batch: Any = 0, device: Any = None) -> Tensor:
-    """(B,) of the dtype that a number for each example has, given the entries it is made of: real and at least float32."""
-    dtype = torch.float32
-    for p in entries:
-        dtype = torch.promote_types(dtype, p.dtype.to_real())
-    return torch.empty(batch, dtype=dtype, device=device or (entries[0].device if entries else None))
-
-
 def check_call(model: Bound, params: Params, x: Any, y: Any) -> Call:
     """Check what a call is given and complete its parameters with the model's own."""
     if not isinstance(params, Mapping):
@@ -149,7 +79,7 @@ def check_call(model: Bound, params: Params, x: Any, y: Any) -> Call:
         _check_trainable(k, params[k])
     full = dict(params) | {k: p for k, p in own.items() if k not in params}
     batch = trees.batch_size(trees.flatten(trees.as_call(x))[0], trees.flatten(y)[0])
-    return Call(full, trainable, x, y, batch, module)
+    return Call(full, trainable, list(module.buffers.values()), x, y, batch, module)
 
 
 def check_out(out: Mapping[str, Tensor], call: Call, create_graph: bool) -> dict[str, Tensor]:
@@ -176,7 +106,7 @@ def check_out(out: Mapping[str, Tensor], call: Call, create_graph: bool) -> dict
             )
         found[k] = out[k][: call.batch]
     read = [("a parameter", t) for t in call.params.values()] + [("a buffer", t) for t in call.buffers]
-    read += [("x", t) for t in trees.tensors(call.x)] + [("y", t) for t in trees.tensors(call.y)]
+    read += [("x", t) for t in call.inputs()] + [("y", t) for t in call.targets()]
     refuse_shared(found, read)
     return found
 

@@ -19,12 +19,13 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from . import compiled, modes, nested, trees
-from .arguments import Call, Options, Params, check_call
+from .arguments import Options, Params, check_call
+from .call import Call
 from .errors import InputError, PexgradError, TraceError
 from .fakes import TRACING
 from .jacobian import Jacobian
 from .loss import ExampleLosses
-from .lower import Lowered, flat_values, lower
+from .lower import Lowered, lower
 from .lowered_module import with_arguments
 from .modes import without_autocast
 from .pipeline import Pipeline
@@ -276,7 +277,7 @@ class Composable:
         with modes.outside_transforms(), modes.recording():
             arguments = (trees.map_tensors(modes.one_of, t) for t in (dict(params), x, y))
             lowered = self._graph(check_call(self._model, *arguments), *map(modes.one_of, further))
-        values = [*flat_values(call.params, call.buffers, x, y), *further]
+        values = [*replace(call, x=x, y=y).flat(), *further]
         with without_autocast(values[0].device.type):
             return lowered.run(values)
 
@@ -313,13 +314,9 @@ class Composable:
                 if most is None:
                     raise
                 return None
-        own = {k: p.detach() for k, p in call.params.items()} | {
-            k: Stacked(p.detach()) for k, p in params.items()
-        }
-        values = flat_values(own, call.buffers, x, y)
-        if stacked_data:
-            shared = len(own) + len(call.buffers)
-            values = values[:shared] + list(map(Stacked, values[shared:]))
+        own = [Stacked(params[k].detach()) if k in params else p.detach() for k, p in call.params.items()]
+        data = [*trees.tensors(trees.as_call(x)), *trees.tensors(y)]
+        values = [*own, *call.buffers, *(map(Stacked, data) if stacked_data else data)]
         with torch.no_grad(), without_autocast(call.params[next(iter(params))].device.type):
             flat = run_stacked(lowered.module, values, members, rule_for)
         return (pytree.tree_unflatten(flat, lowered.spec),)

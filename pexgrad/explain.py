@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass, fields
 
 from torch import Tensor
 
+from .call import Call
 from .component import Term, components
 from .evaluate import BoundSite
 from .flow import operation
@@ -46,16 +47,10 @@ class Explanation:
 Uses = Sequence[tuple[BoundSite, Operand, Term]]
 
 
-def explain(
-    pipeline: Pipeline | None,
-    uses: Uses,
-    strategy: str,
-    params: dict[str, Tensor],
-    trainable: Sequence[str],
-    batch: int,
-) -> Explanation:
+def explain(pipeline: Pipeline | None, uses: Uses, strategy: str, call: Call) -> Explanation:
     """Describe every use of every parameter, then the parameters that are frozen or unused."""
-    size = {k: batch * params[k].numel() * params[k].element_size() for k in params}
+    params, trainable = call.params, call.trainable
+    size = {k: call.batch * params[k].numel() * params[k].element_size() for k in params}
     if pipeline is None:
         how = "loop" if strategy == "naive" else "aliases"
         lines = [Line(k, "(any)", "", strategy, how, "from rows", size[k], "", "") for k in trainable]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import nested, trees
-from .arguments import Call
+from . import nested
+from .call import Call
 from .checks import described, shaped
 from .component import Component, Term, components
 from .errors import InputError
@@ -87,7 +87,7 @@ class Jacobian:
     def watching(self, call: Call, constants: list[Tensor]) -> Jacobian:
         """The same, with an eye on what it still reads of a call's tensors, and of constants of the model's code."""
         memory, others = self._memory(), [*call.buffers, *constants]
-        given = [*call.params.values(), *trees.tensors((trees.as_call(call.x), call.y)), *others]
+        given = [*call.flat(), *others]
         read = [t for t in given if storage_of(t) in memory]
         derived = [t for t in self.terms if t.window is None]
         if derived:  # by code on parameters, buffers and constants, of which autograd keeps what it needs

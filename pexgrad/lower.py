@@ -14,7 +14,7 @@ examples (a loss written for one example, the fallback for an operation without 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from . import trees
-from .arguments import Call, Options
+from .arguments import Options
+from .call import Call
 from .compare import largest_error
 from .decompositions import BACKWARD
 from .errors import TraceError, VerificationError
@@ -38,7 +39,7 @@ from .fakes import computes_metadata, fake, fake_batch, quiet
 from .flow import operation
 from .modes import uncompiled
 from .numbers import noting_numbers
-from .pipeline import At, Pipeline
+from .pipeline import Pipeline
 from .portable import make_portable, reshape_views, without_checks
 from .still import StandStill
 
@@ -124,12 +125,9 @@ def _verify(
     further: Sequence[Tensor],
 ) -> None:
     """Raise where the graph and the call itself give different results."""
-    params = {k: p.detach().requires_grad_(k in call.trainable) for k, p in call.params.items()}
     with StandStill():
-        at = At(params, call.buffers, call.x, call.y, call.batch)
-        jacobian = pipeline.jacobian(at, call.trainable, options)
-        want = answer(jacobian, *further)
-        got = lowered.run([*flat_values(call.params, call.buffers, call.x, call.y), *further])
+        want = answer(pipeline.jacobian(call.at_leaves(), options), *further)
+        got = lowered.run([*call.flat(), *further])
     worst = largest_error(
         *({str(i): t.detach() for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want)),
         half=pipeline.trace.rounds_to_half(),
@@ -139,11 +137,6 @@ def _verify(
             f"the flat graph of this call differs from the call itself by a relative error of {worst[1]:.1e}; "
             "call the function itself"
         )
-
-
-def flat_values(params: Mapping[str, Any], buffers: Sequence[Tensor], x: Any, y: Any) -> list[Any]:
-    """The values that a flat graph takes, in its order."""
-    return [*params.values(), *buffers, *trees.tensors(trees.as_call(x)), *trees.tensors(y)]
 
 
 def _record(
@@ -157,7 +150,7 @@ def _record(
 ) -> Lowered:
     env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
     mode = _Fakes(shape_env=env, allow_non_fake_inputs=True)
-    examples = [*trees.tensors(trees.as_call(call.x)), *trees.tensors(call.y), *further]
+    examples = [*call.inputs(), *call.targets(), *further]
     fakes = [
         *(fake(mode, p).requires_grad_(k in call.trainable) for k, p in call.params.items()),
         *(fake(mode, b) for b in call.buffers),
@@ -168,7 +161,7 @@ def _record(
     found: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
-        jacobian = pipeline.jacobian(_unflat(flat, call, batch), call.trainable, options)
+        jacobian = pipeline.jacobian(_unflat(flat, call, batch), options)
         leaves, found["spec"] = pytree.tree_flatten(answer(jacobian, *flat[len(flat) - len(further) :]))
         return leaves
 
@@ -223,14 +216,14 @@ def _batchwise(conv_rule: str) -> str:
     return "unfold" if conv_rule in ("auto", "measure", "loop") else conv_rule
 
 
-def _unflat(flat: Sequence[Tensor], call: Call, batch: Any) -> At:
-    """The other way round from `flat_values`."""
+def _unflat(flat: Sequence[Tensor], call: Call, batch: Any) -> Call:
+    """The other way round from `Call.flat`."""
     left = iter(flat)
     params = {k: next(left) for k in call.params}
     buffers = [next(left) for _ in call.buffers]
     # positional and keyword arguments as one tuple: the pipeline reads no more than its tensors
     x, y = (trees.map_tensors(lambda _: next(left), tree) for tree in (trees.as_call(call.x), call.y))
-    return At(params, buffers, x, y, batch)
+    return replace(call, params=params, buffers=buffers, x=x, y=y, batch=batch)
 
 
 def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:

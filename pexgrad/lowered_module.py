@@ -11,8 +11,7 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 
-from . import trees
-from .arguments import Call
+from .call import Call
 from .errors import InputError, TraceError
 from .lower import Lowered
 
@@ -37,7 +36,7 @@ def with_arguments(
         for path, _ in pytree.tree_flatten_with_path(tree)[0]
     ]
     args = [n for n in lowered.module.graph.nodes if n.op == "placeholder"]
-    n_examples = len(trees.tensors(trees.as_call(call.x))) + len(trees.tensors(call.y))
+    n_examples = len(call.inputs()) + len(call.targets())
     n_given = sum(isinstance(v, Tensor) for v in leaves) - n_examples
     own = {k: call.params[k].detach() for k in list(call.params)[n_given:]} | buffers
     if n_given < 0 or len(args) != n_given + len(own) + n_examples:

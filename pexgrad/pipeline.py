@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from . import trees
-from .arguments import Call, Options
+from .arguments import Options
+from .call import Call
 from .component import Term
 from .errors import LossError, PexgradError
 from .evaluate import BoundSite, cotangents, factors, way_out
@@ -25,7 +25,7 @@ from .pullback import Window, find_window
 from .rebind import Bound
 from .rehearsal import rehearsed
 from .rewrite import Output, rewrite
-from .sample import Sample, compared, draw, is_alike
+from .sample import alike, draw, still_alike
 from .sites import Operand, Site, find_sites
 from .snapshot import Held, Place
 from .still import StandStill
@@ -57,16 +57,6 @@ class Outputs:
         return all(at == Layout() for at in self.layouts) and not any(self.copied)
 
 
-class At(NamedTuple):
-    """What a pipeline is evaluated at."""
-
-    params: dict[str, Tensor]
-    buffers: Sequence[Tensor]
-    x: Any
-    y: Any
-    batch: int
-
-
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """A traced model: from parameters and inputs to the Jacobian."""
@@ -86,34 +76,31 @@ class Pipeline:
         return (
             self.trace.serves(call.batch)
             and call.module.holds(self.held)
-            and (not self.alike or self._are_alike(compared(call.x, call.y)))
-            and self.trace.follows(call.params.values(), call.buffers, _inputs(call.x))
+            and still_alike(call, self.alike)
+            and self.trace.follows(call)
         )
 
-    def _are_alike(self, tensors: list[Tensor]) -> bool:
-        return all(is_alike(tensors[i]) for i in self.alike)
-
-    def jacobian(self, at: At, trainable: Sequence[str], options: Options) -> Jacobian:
-        """Forward, cotangents and factors for one batch."""
+    def jacobian(self, at: Call, options: Options) -> Jacobian:
+        """Forward, cotangents and factors for one batch, at parameters that are leaves."""
         losses, _, terms = self._evaluate(at, options)
         with torch.set_grad_enabled(options.create_graph):
             terms = joined(terms)
-        leaves = {k: at.params[k] for k in trainable}
+        leaves = {k: at.params[k] for k in at.trainable}
         # a copy: losses may be the very memory of an output, and that of a parameter
         own = losses if options.create_graph else losses.detach().clone()
         return Jacobian(own, leaves, terms, options.create_graph)
 
-    def uses(self, at: At, options: Options) -> list[tuple[BoundSite, Operand, Term]]:
+    def uses(self, at: Call, options: Options) -> list[tuple[BoundSite, Operand, Term]]:
         """Every use of every parameter, with its factor, for `explain`."""
         _, places, terms = self._evaluate(at, options)
         return [(site, operand, term) for (site, operand), term in zip(places, terms, strict=True)]
 
     def _evaluate(
-        self, at: At, options: Options
+        self, at: Call, options: Options
     ) -> tuple[Tensor, list[tuple[BoundSite, Operand]], list[Term]]:
         """The losses, and for each use of each parameter where it is and its term."""
         create_graph = options.create_graph
-        forward = self.program.run([*at.params.values(), *at.buffers, *_inputs(at.x)])
+        forward = self.program.run(at.values())
         out, views = way_out(forward.outputs), [(t, t._version) for t in forward.outputs if t._is_view()]
         with torch.enable_grad():
             losses = self.losses(forward.outputs, at.y, at.batch)
@@ -135,8 +122,7 @@ class Pipeline:
 
     def vectorises(self, call: Call) -> bool:
         """Whether a call's losses are computed from one tensor, for the whole batch at once."""
-        values = [*call.params.values(), *call.buffers, *_inputs(call.x)]
-        output = self.outputs.whole(self.program.run(values).outputs)
+        output = self.outputs.whole(self.program.run(call.values()).outputs)
         by_reduction = _by_reduction(self.loss, self.outputs, output, call.y) is not None
         return by_reduction or (self.loss_takes_batches and type(output) is Tensor)
 
@@ -156,11 +142,7 @@ def _by_reduction(loss: ExampleLosses, outputs: Outputs, output: Any, y: Any) ->
     return loss.vectorised(output, y) if loss.vectorised is not None and outputs.plain() else None
 
 
-def _inputs(x: Any) -> list[Tensor]:
-    return trees.tensors(trees.as_call(x))
-
-
-def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Sample]:
+def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call]:
     """Trace, rewrite, find the sites, tap, and probe on a few examples, which are returned too."""
     trainable = set(call.trainable)
     traced = rehearsed(model, call, lambda: _trace_serving(model, call))
@@ -170,52 +152,45 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Samp
     uses = [plan_site(s, traced.batch) for s in sites]
     windows = {o.node: find_window(traced, o, call.params) for s in sites for o in s.operands}
     program = tap(traced, sites, uses)
-    buffers = list(model.buffers().values())
     with StandStill():
         try:
             sample = draw(traced.serves, call, scramble=True)
-            layouts = _layouts(traced, sites, program, sample, buffers)
+            layouts = _layouts(traced, sites, program, sample)
         except (IndexError, RuntimeError) as e:
             if isinstance(e, PexgradError):
                 raise
             sample = draw(traced.serves, call, scramble=False)
-            layouts = _layouts(traced, sites, program, sample, buffers)
+            layouts = _layouts(traced, sites, program, sample)
         outputs = Outputs(traced, layouts.outputs, [k is Output.COPIED for k in kinds])
         if call.batch > sample.batch:
-            own = [p.detach().requires_grad_(k in trainable) for k, p in call.params.items()]
-            refuse_mixing_in(call, traced, program, layouts.outputs, [*own, *buffers])
-        takes_batches = _takes_batches(loss, program, outputs, sample, buffers)
+            refuse_mixing_in(call.at_leaves(), traced, program, layouts.outputs)
+        takes_batches = _takes_batches(loss, program, outputs, sample)
     bound = _bind(traced, sites, uses, program.slots, layouts)
-    alike = sample.alike(targets=takes_batches)
-    return Pipeline(traced, program, bound, outputs, windows, loss, takes_batches, alike, held), sample
+    same = alike(sample, targets=takes_batches)
+    return Pipeline(traced, program, bound, outputs, windows, loss, takes_batches, same, held), sample
 
 
 def _trace_serving(model: Bound, call: Call) -> Trace:
     """A trace that holds at this batch size: the general one, or one through the branches that this size takes."""
-    trainable = set(call.trainable)
-    traced = trace(model, call.params, trainable, call.x)
+    traced = trace(model, call)
     # a hint of one would fix what is only true of one
     for hint in (call.batch,) if call.batch > 1 else (3, 2, call.batch):
         if traced.serves(call.batch):
             break
-        traced = trace(model, call.params, trainable, call.x, hint=hint)
+        traced = trace(model, call, hint=hint)
     return traced
 
 
-def _layouts(
-    traced: Trace, sites: list[Site], program: Program, sample: Sample, buffers: list[Tensor]
-) -> Layouts:
+def _layouts(traced: Trace, sites: list[Site], program: Program, sample: Call) -> Layouts:
     if sample.batch < 2:  # a graph for batches of one: whatever there is belongs to the one example
         return first_layouts(traced, sites, program)
-    return probe(traced, sites, program, [*sample.params.values(), *buffers], sample.inputs())
+    return probe(traced, sites, program, sample)
 
 
-def _takes_batches(
-    loss: ExampleLosses, program: Program, outputs: Outputs, sample: Sample, buffers: list[Tensor]
-) -> bool:
+def _takes_batches(loss: ExampleLosses, program: Program, outputs: Outputs, sample: Call) -> bool:
     if any(outputs.copied) or sample.batch < 2:
         return False
-    forward = program.run([*sample.params.values(), *buffers, *sample.inputs()])
+    forward = program.run(sample.values())
     tensors = [t.detach() for t in forward.outputs]
     if _by_reduction(loss, outputs, outputs.whole(tensors), sample.y) is not None:
         return False

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from . import trees
-from .arguments import Call
+from .call import Call
 from .compare import largest_error
 from .errors import MixedExamplesError, TraceError
 from .flow import batch_dims, value, where
@@ -32,33 +31,23 @@ class Layouts:
     edges: list[Layout]
 
 
-def probe(
-    trace: Trace,
-    sites: list[Site],
-    program: Program,
-    tensors: list[Tensor],
-    inputs: list[Tensor],
-) -> Layouts:
-    """Find every layout, or raise naming the operation that mixed the examples.
-
-    `tensors` are the values of parameters and buffers, `inputs` a batch of at least two examples.
-    """
-    batch = inputs[0].shape[0]
-    generator = torch.Generator().manual_seed(0)
-    base = program.run([*tensors, *inputs])
+def probe(trace: Trace, sites: list[Site], program: Program, sample: Call) -> Layouts:
+    """Find every layout, or raise naming the operation that mixed the examples: at least two, in `sample`."""
+    batch, generator = sample.batch, torch.Generator().manual_seed(0)
+    base = program.run(sample.values())
     outputs = [list(candidates(value(n), trace.batch)) for n in _output_nodes(program)]
     for b in sorted({0, 1, batch - 1}):
-        others_changed = [all_but(t, b, generator) for t in inputs]
-        after = program.run([*tensors, *others_changed]).outputs
+        others_changed = _with_others_changed(sample, b, generator)
+        after = program.run(others_changed.values()).outputs
         for i, options in enumerate(outputs):
             if options:
                 outputs[i] = [at for at in options if not _moves(at, base.outputs[i], after[i], batch, b)]
                 if not outputs[i]:
-                    raise _mixed(trace, program, [*tensors, *inputs], [*tensors, *others_changed], b)
+                    raise _mixed(trace, program, sample, others_changed, b)
     chosen = [options[0] if options else None for options in outputs]
     edges = _edge_layouts(trace, sites, base, chosen, batch, generator)
     apart = [i for i, at in enumerate(edges) if isinstance(at, Anywhere)]
-    if apart and not _same_alone(trace, program, tensors, inputs, base, Layouts(chosen, edges), apart):
+    if apart and not _same_alone(trace, program, sample, base, Layouts(chosen, edges), apart):
         site, _ = _activations(sites)[apart[0]]
         raise MixedExamplesError(
             f"the examples mix in {where(site.node)}: copies of parameters, one for each example, are put together in a way "
@@ -67,53 +56,47 @@ def probe(
     return Layouts(chosen, edges)
 
 
-def refuse_mixing_in(
-    call: Call, trace: Trace, program: Program, outputs: list[Layout | None], tensors: list[Tensor]
-) -> None:
+def refuse_mixing_in(call: Call, trace: Trace, program: Program, outputs: list[Layout | None]) -> None:
     """Raise where an example of the whole batch, of which the probe sees a few, has another output there than alone.
 
     That is decided by whether it moves with the others: what is alone goes through other kernels, and may be rounded
     to the other side of a step.
     """
-    inputs, batch, half = trees.tensors(trees.as_call(call.x)), call.batch, trace.rounds_to_half()
+    batch, half = call.batch, trace.rounds_to_half()
     size = next((n for n in (1, 2, 3) if trace.serves(n)), batch)
     if size >= batch:
         return
-    whole = [t.detach() for t in program.run([*tensors, *inputs]).outputs]
+    whole = [t.detach() for t in program.run(call.values()).outputs]
     for b in sorted({0, batch // 2, batch - 1}):
-        own = [t[b : b + 1].repeat_interleave(size, 0) for t in inputs]
-        alone = program.run([*tensors, *own]).outputs
+        alone = program.run(call.take([b] * size).values()).outputs
         pairs = [(at, x, y) for at, x, y in zip(outputs, whole, alone, strict=True) if at is not None]
         if all(_agree(at.view(x, batch)[b], at.view(y, size)[0], half) for at, x, y in pairs):
             continue
-        generator = torch.Generator().manual_seed(0)
-        changed = [all_but(t, b, generator) for t in inputs]
+        changed = _with_others_changed(call, b, torch.Generator().manual_seed(0))
         try:
-            after = program.run([*tensors, *changed]).outputs
+            after = program.run(changed.values()).outputs
         except (IndexError, RuntimeError):  # values that do not fit one another
             continue
         if any(
             at is not None and _moves(at, x, y, batch, b)
             for at, x, y in zip(outputs, whole, after, strict=True)
         ):
-            raise _mixed(trace, program, [*tensors, *inputs], [*tensors, *changed], b)
+            raise _mixed(trace, program, call, changed, b)
+
+
+def _with_others_changed(call: Call, b: int, generator: torch.Generator) -> Call:
+    return call.with_inputs(lambda t: all_but(t, b, generator))
 
 
 def _same_alone(
-    trace: Trace,
-    program: Program,
-    tensors: list[Tensor],
-    inputs: list[Tensor],
-    base: Forward,
-    at: Layouts,
-    apart: list[int],
+    trace: Trace, program: Program, sample: Call, base: Forward, at: Layouts, apart: list[int]
 ) -> bool:
     """Whether each example's output, and its gradient in the operands of the edges `apart`, are those of a batch of one."""
     if not trace.serves(1):
         return False
-    batch, half = inputs[0].shape[0], trace.rounds_to_half()
+    batch, half = sample.batch, trace.rounds_to_half()
     for b in range(batch):
-        alone = program.run([*tensors, *(t[b : b + 1] for t in inputs)])
+        alone = program.run(sample.values_of(b))
         for place, x, y in zip(at.outputs, base.outputs, alone.outputs, strict=True):
             if place is not None and not _agree(place.view(x, batch)[b], place.view(y, 1)[0], half):
                 return False
@@ -246,16 +229,14 @@ class _Recorder(fx.Interpreter):
         return result
 
 
-def _mixed(
-    trace: Trace, program: Program, before: list[Tensor], after: list[Tensor], b: int
-) -> MixedExamplesError:
+def _mixed(trace: Trace, program: Program, before: Call, after: Call, b: int) -> MixedExamplesError:
     runs = []
-    for values in (before, after):
+    for call in (before, after):
         recorder = _Recorder(program.module)
         with torch.enable_grad():
-            recorder.run(*values)
+            recorder.run(*call.values())
         runs.append(recorder.kept)
-    node = _first_mixing(trace, program.module, runs[0], runs[1], before[-1].shape[0], b)
+    node = _first_mixing(trace, program.module, runs[0], runs[1], before.batch, b)
     at = f" first in {where(node)}" if node is not None else ""
     return MixedExamplesError(
         f"the output of one example depends on another example: they mix{at}. Per-example gradients are defined only "

@@ -27,6 +27,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .call import Call
 from .errors import ANY_MODEL, TraceError
 from .flow import mutated_operands, storage, value
 from .memory import storage_of
@@ -35,24 +36,6 @@ from .source import calling_line
 aten = torch.ops.aten
 
 Answer = bool | int
-
-
-@dataclass(frozen=True, eq=False)
-class Values:
-    """What a trace is called with: its placeholders' values, the inputs last."""
-
-    params: Sequence[Tensor]
-    buffers: Sequence[Tensor]
-    inputs: Sequence[Tensor]  # (B, ...) each
-
-    @property
-    def batch(self) -> int:
-        """The number of examples."""
-        return self.inputs[0].shape[0]
-
-    def of_example(self, b: int) -> list[Tensor]:
-        """The placeholders' values for example b as a batch of one."""
-        return [*self.params, *self.buffers, *(t[b : b + 1] for t in self.inputs)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +50,11 @@ class Reading:
     varies: bool  # whether another call may give another answer
     source: str
 
-    def answers(self, values: Values) -> Iterator[Answer]:
+    def answers(self, call: Call) -> Iterator[Answer]:
         """The answer for each example; one for all where no input's data enters."""
-        for b in range(values.batch if self.of_inputs else 1):
+        for b in range(call.batch if self.of_inputs else 1):
             with _disable_current_modes(), torch.no_grad():  # not a part of what is being traced
-                numbers = self.program(*values.of_example(b))
+                numbers = self.program(*call.values_of(b))
             numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
             yield self.kind(_at(self.asked, dict(zip(self.symbols, numbers, strict=True))))
 
@@ -79,8 +62,8 @@ class Reading:
 class Reader:
     """Answers what is asked during one trace, and remembers it."""
 
-    def __init__(self, values: Values, batch: sympy.Symbol):
-        self.values, self.batch = values, batch
+    def __init__(self, call: Call, batch: sympy.Symbol):
+        self.call, self.batch = call, batch
         self.given: dict[tuple[sympy.Basic, type[Answer]], tuple[Reading, Answer]] = {}
         self.was_asked = False  # for any number, constants' included
         self.fixed_at = ""  # the last line that asked for the batch size itself, or compared it with a number
@@ -119,13 +102,12 @@ class Reader:
             _put(answer, node)
 
     def _is_fake(self) -> bool:
-        v = self.values
-        return any(isinstance(t, FakeTensor) for t in (*v.params, *v.buffers, *v.inputs))
+        return any(isinstance(t, FakeTensor) for t in self.call.values())
 
     def _read(self, graph: fx.Graph, nodes: list[fx.Node]) -> list[list[fx.Node]]:
         """The parameters, buffers and inputs among the nodes."""
         read, left = set(nodes), (n for n in graph.nodes if n.op == "placeholder")
-        kinds = (self.values.params, self.values.buffers, self.values.inputs)
+        kinds = (self.call.params, self.call.buffers, self.call.inputs())
         return [[n for n in islice(left, len(kind)) if n in read] for kind in kinds]
 
     def _reading(
@@ -150,7 +132,7 @@ class Reader:
         return Reading(asked.subs(self.batch, 1), kind, tuple(sources), program, bool(inputs), varies, where)
 
     def _agreed(self, reading: Reading) -> Answer:
-        answers = list(reading.answers(self.values))
+        answers = list(reading.answers(self.call))
         if len(set(answers)) != 1:
             found = ", ".join(f"{a} for example {answers.index(a)}" for a in dict.fromkeys(answers))
             raise TraceError(
@@ -164,9 +146,9 @@ class Reader:
         return tuple((r, a) for r, a in self.given.values() if r.varies)
 
 
-def holds(readings: Sequence[tuple[Reading, Answer]], values: Values) -> bool:
+def holds(readings: Sequence[tuple[Reading, Answer]], call: Call) -> bool:
     """Whether every reading has its answer again, for every example."""
-    return all(a == answer for reading, answer in readings for a in reading.answers(values))
+    return all(a == answer for reading, answer in readings for a in reading.answers(call))
 
 
 @contextlib.contextmanager

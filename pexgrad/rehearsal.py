@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from . import trees
-from .arguments import Call
+from .call import Call
 from .errors import ANY_MODEL, TraceError
 from .fakes import TRACING
 from .rebind import Bound

@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from . import trees
-from .arguments import Call
-from .lower import Lowered, flat_values, lower
+from .call import Call
+from .lower import Lowered, lower
 from .modes import without_autocast
 from .pipeline import Pipeline
 from .plain import is_plain, is_plain_loss
@@ -136,7 +136,7 @@ def _seconds(graph: Lowered, call: Call, out: Buffers) -> float:
 
 
 def _run(graph: Lowered, call: Call, out: Buffers) -> Any:
-    values = flat_values(call.params, [], call.x, call.y)
+    values = call.flat()
     with torch.no_grad(), without_autocast(values[0].device.type):
         return graph.run([*values, *(out or {}).values()])
 

@@ -6,49 +6,18 @@ generators are used throughout: the global ones are neither read nor advanced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from . import trees
-from .arguments import Call
+from .call import Call
 
 # batch sizes to try, in this order: three tell the parts of a fold apart
 SIZES = (3, 2, 4, 5, 6, 8, 16, 32, 64)
 
 
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """A batch of a few examples."""
-
-    params: dict[str, Tensor]
-    x: Any
-    y: Any
-    batch: int
-
-    def inputs(self) -> list[Tensor]:
-        """The input tensors, in order."""
-        return trees.tensors(trees.as_call(self.x))
-
-    def alike(self, targets: bool) -> tuple[int, ...]:
-        """Of the compared tensors, those of which all examples are the same; with or without the targets."""
-        inputs = len(compared(self.x, None))
-        tensors = compared(self.x, self.y)
-        return tuple(i for i, t in enumerate(tensors) if (targets or i < inputs) and is_alike(t))
-
-    def first(self, n: int) -> Sample:
-        """The first n examples."""
-        return Sample(self.params, trees.examples(self.x, 0, n), trees.examples(self.y, 0, n), n)
-
-    def at(self, params: dict[str, Tensor]) -> Sample:
-        """The same examples at other parameters."""
-        return Sample(params, self.x, self.y, self.batch)
-
-
-def draw(serves: Callable[[int], bool], call: Call, scramble: bool) -> Sample:
+def draw(serves: Callable[[int], bool], call: Call, scramble: bool) -> Call:
     """Take a few of the user's examples, repeated with some noise where there are too few.
 
     The first two differ in as many inputs as any do. With `scramble`, made up examples get values that may not fit one
@@ -57,14 +26,14 @@ def draw(serves: Callable[[int], bool], call: Call, scramble: bool) -> Sample:
     batch = call.batch
     size = next((n for n in (*SIZES, batch) if serves(n)), batch)
     generator = torch.Generator().manual_seed(0)
-    order = _order(call.x, call.y, batch)
-    index = [order[i % batch] for i in range(size)]
-    x, y = trees.take(call.x, index), trees.take(call.y, index)
+    order = _order(call)
+    few = call.take([order[i % batch] for i in range(size)])
     if batch < size:
-        x = trees.map_tensors(lambda t: _varied(t, batch, generator, scramble and batch == 1), x)
+        few = few.with_inputs(lambda t: _varied(t, batch, generator, scramble and batch == 1))
     trainable = set(call.trainable)
-    jittered = {k: _jitter(p, generator) if k in trainable else p.detach() for k, p in call.params.items()}
-    return Sample(jittered, x, y, size)
+    return few.at(
+        {k: _jitter(p, generator) if k in trainable else p.detach() for k, p in call.params.items()}
+    )
 
 
 def _jitter(p: Tensor, generator: torch.Generator) -> Tensor:
@@ -73,22 +42,36 @@ def _jitter(p: Tensor, generator: torch.Generator) -> Tensor:
     return (p + normal_like(p, generator) * (0.1 * p.abs() + 0.1 / max(1, fan_in) ** 0.5)).requires_grad_()
 
 
-def _order(x: Any, y: Any, batch: int) -> list[int]:
+def _order(call: Call) -> list[int]:
     """The first example, then the one that differs from it in the most tensors, then the others."""
-    others = torch.zeros(batch, dtype=torch.long, device="cpu")
-    for t in compared(x, y):
-        others += (t != t[:1]).reshape(batch, -1).any(1).cpu()
+    others = torch.zeros(call.batch, dtype=torch.long, device="cpu")
+    for t in _compared(call):
+        others += (t != t[:1]).reshape(call.batch, -1).any(1).cpu()
     first = [0, int(others.argmax())] if bool(others.any()) else [0]
-    return first + [b for b in range(batch) if b not in first]
+    return first + [b for b in range(call.batch) if b not in first]
 
 
-def compared(x: Any, y: Any) -> list[Tensor]:
+def _compared(call: Call) -> list[Tensor]:
     """The tensors that noise cannot change, of whose role the examples themselves must tell."""
-    return [t for t in trees.tensors(trees.as_call(x)) if not _is_numbers(t)] + trees.tensors(y)
+    return [t for t in call.inputs() if not _is_numbers(t)] + call.targets()
 
 
-def is_alike(t: Tensor) -> bool:
-    """Whether all examples are the same."""
+def alike(call: Call, targets: bool) -> tuple[int, ...]:
+    """Of the compared tensors, those of which all examples are the same; with or without the targets."""
+    tensors = _compared(call)
+    counted = tensors if targets else tensors[: len(tensors) - len(call.targets())]
+    return tuple(i for i, t in enumerate(counted) if _is_alike(t))
+
+
+def still_alike(call: Call, which: Sequence[int]) -> bool:
+    """Whether in these, too, all examples are the same."""
+    if not which:
+        return True
+    tensors = _compared(call)
+    return all(_is_alike(tensors[i]) for i in which)
+
+
+def _is_alike(t: Tensor) -> bool:
     return bool((t == t[:1]).all())
 
 

@@ -6,17 +6,17 @@ at a batch of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import trees
+from .call import Call
 from .errors import LossError
 from .jacobian import Jacobian
 from .loss import ExampleLosses
-from .pipeline import At
 from .pullback import history
 from .rebind import Bound
 
@@ -36,11 +36,11 @@ def _example_loss(
     return losses.of_slices(lambda _: output, y, 1)[0]
 
 
-def _refuse_other_ways(loss: Tensor, model: Bound, at: At, trainable: Sequence[str]) -> None:
+def _refuse_other_ways(loss: Tensor, model: Bound, at: Call) -> None:
     """Raise where an example's loss depends on the module's own parameters, not only on those that it is called with."""
-    own = {id(p): k for k, p in model.parameters().items() if k in set(trainable)}
+    own = {id(p): k for k, p in model.parameters().items() if k in set(at.trainable)}
     # what a call is given may itself be made of them, where its result is to be differentiated
-    given = [t.grad_fn for t in (*at.params.values(), *trees.tensors((at.x, at.y)))]
+    given = [t.grad_fn for t in at.flat()]
     read = {own[id(n.variable)] for n in history(loss, given) if id(getattr(n, "variable", None)) in own}
     if read:
         raise LossError(
@@ -56,9 +56,7 @@ def _grad(loss: Tensor, leaves: list[Tensor], create_graph: bool) -> list[Tensor
     return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(leaves, grads, strict=True)]
 
 
-def naive(
-    model: Bound, loss: ExampleLosses, at: At, trainable: Sequence[str], create_graph: bool
-) -> Jacobian:
+def naive(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = False) -> Jacobian:
     """One example at a time: the definition."""
     losses, rows = [], []
     with torch.enable_grad():
@@ -66,15 +64,13 @@ def naive(
             own = {k: p.clone() for k, p in at.params.items()} if model.writes_to_parameters() else at.params
             value = _example_loss(model, loss, own, at.x, at.y, b)
             if not b:
-                _refuse_other_ways(value, model, at, trainable)
-            rows.append(_grad(value, [at.params[k] for k in trainable], create_graph))
+                _refuse_other_ways(value, model, at)
+            rows.append(_grad(value, [at.params[k] for k in at.trainable], create_graph))
             losses.append(value if create_graph else value.detach())
-    return _stacked(losses, rows, trainable, create_graph)
+    return _stacked(losses, rows, at, create_graph)
 
 
-def multi(
-    model: Bound, loss: ExampleLosses, at: At, trainable: Sequence[str], create_graph: bool
-) -> Jacobian:
+def multi(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = False) -> Jacobian:
     """Every example with its own aliases of the parameters, views and not copies; one backward through the sum."""
     losses, aliases = [], []
     with torch.enable_grad():
@@ -82,20 +78,18 @@ def multi(
             mine = {k: _alias(model, p) for k, p in at.params.items()}
             losses.append(_example_loss(model, loss, mine, at.x, at.y, b))
             if not b:
-                _refuse_other_ways(losses[0], model, at, trainable)
-            aliases.append([mine[k] for k in trainable])
+                _refuse_other_ways(losses[0], model, at)
+            aliases.append([mine[k] for k in at.trainable])
         flat = [a for mine in aliases for a in mine]
         grads = _grad(torch.stack(losses).sum(), flat, create_graph)
-    n = len(trainable)
+    n = len(at.trainable)
     rows = [grads[b * n : (b + 1) * n] for b in range(at.batch)]
-    return _stacked([v if create_graph else v.detach() for v in losses], rows, trainable, create_graph)
+    return _stacked([v if create_graph else v.detach() for v in losses], rows, at, create_graph)
 
 
-def _stacked(
-    losses: list[Tensor], rows: list[list[Tensor]], trainable: Sequence[str], create_graph: bool
-) -> Jacobian:
+def _stacked(losses: list[Tensor], rows: list[list[Tensor]], at: Call, create_graph: bool) -> Jacobian:
     columns = zip(*rows, strict=True)
-    by_name = {k: torch.stack(c) for k, c in zip(trainable, columns, strict=True)}
+    by_name = {k: torch.stack(c) for k, c in zip(at.trainable, columns, strict=True)}
     return Jacobian.of_rows(torch.stack(losses), by_name, create_graph)
 
 

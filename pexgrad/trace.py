@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from . import trees
+from .call import Call
 from .compare import is_half
 from .decompositions import DECOMPOSITIONS
 from .disguise import disguised
@@ -33,7 +34,7 @@ from .errors import ANY_MODEL, PexgradError, TraceError
 from .fakes import HINT, TRACING, computes_metadata, fake, fake_batch, quiet
 from .numbers import noting_numbers
 from .opaque import opaque_functions, traced_data, traced_hooks
-from .readings import Answer, Reader, Reading, Values, answering, holds
+from .readings import Answer, Reader, Reading, answering, holds
 from .rebind import Bound
 from .source import calling_line, is_library
 
@@ -59,9 +60,9 @@ class Trace:
         """Whether every branch that the model's code took on the batch size goes the same way here."""
         return all(bool(g.subs(self.batch, batch_size)) for g in self.guards)
 
-    def follows(self, params: Iterable[Tensor], buffers: Iterable[Tensor], inputs: Sequence[Tensor]) -> bool:
+    def follows(self, call: Call) -> bool:
         """Whether every number that the model's code read from tensors is what it was, for each of these examples."""
-        return not self.readings or holds(self.readings, Values(list(params), list(buffers), inputs))
+        return holds(self.readings, call)
 
     def constants(self) -> list[Tensor]:
         """Tensors that are neither parameters nor buffers nor inputs."""
@@ -111,29 +112,28 @@ class Untraced:
         return f"<{self._kind}, not carried by the trace>"
 
 
-def trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, hint: int = HINT) -> Trace:
-    """Trace `model` at `params` on fake inputs shaped like `x` with a symbolic batch size."""
+def trace(model: Bound, call: Call, hint: int = HINT) -> Trace:
+    """Trace `model` on fake parameters and inputs shaped like a call's, with a symbolic batch size."""
     with TRACING:
         with disguised(False, is_library) as asked:
             try:
-                return _trace(model, params, trainable, x, hint)
+                return _trace(model, call, hint)
             except TraceError as e:
                 first = e
         if asked:
             with contextlib.suppress(TraceError), disguised(True, is_library):
-                return _trace(model, params, trainable, x, hint)
+                return _trace(model, call, hint)
         raise first
 
 
-def _trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any, hint: int) -> Trace:
-    leaves, spec = trees.flatten(trees.as_call(x))
+def _trace(model: Bound, call: Call, hint: int) -> Trace:
+    params, buffers = call.params, call.module.buffers
+    leaves, spec = trees.flatten(trees.as_call(call.x))
     env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    buffers = model.buffers()
-    tensors = [t for t in leaves if isinstance(t, Tensor)]
-    fake_params = [fake(mode, p).requires_grad_(k in trainable) for k, p in params.items()]
+    fake_params = [fake(mode, p).requires_grad_(k in call.trainable) for k, p in params.items()]
     fake_buffers = [fake(mode, b) for b in buffers.values()]
-    fake_inputs = [fake_batch(mode, t, hint) for t in tensors]
+    fake_inputs = [fake_batch(mode, t, hint) for t in call.inputs()]
     (batch,) = fake_inputs[0].shape[0].node.expr.free_symbols  # pyright: ignore[reportAttributeAccessIssue]
     seen: dict[str, Any] = {}
 
@@ -149,7 +149,7 @@ def _trace(model: Bound, params: dict[str, Tensor], trainable: set[str], x: Any,
         seen["leaves"] = [_stand_in(v) for v in out_leaves]
         return [v for v in out_leaves if isinstance(v, Tensor)]
 
-    reader = Reader(Values(list(params.values()), list(buffers.values()), tensors), batch)
+    reader = Reader(call, batch)
     with _tracing(batch, reader) as branches:
         try:
             gm = make_fx(

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import nested, trees
-from .arguments import Call, Options, Params, check_call, check_out, example_numbers
+from .arguments import Options, Params, check_call, check_out
+from .call import Call, example_numbers
 from .clipping import Clipping
 from .compose import Composable, composable
 from .errors import (
@@ -28,7 +29,7 @@ from .explain import Explanation, explain
 from .jacobian import Jacobian
 from .loss import ExampleLosses, Loss
 from .modes import differentiable_kernels, uncompiled
-from .pipeline import At, Pipeline, build
+from .pipeline import Pipeline, build
 from .rebind import Bound, global_hooks, refuse_backward_hooks
 from .snapshot import held_by
 from .still import StandStill
@@ -66,8 +67,12 @@ class Transform(Composable):
         call = self._check(params, x, y)
         pipeline = self._pipeline_or_none(call) if call.batch else None
         with StandStill():  # nothing is drawn for a table
-            uses = [] if pipeline is None else pipeline.uses(self._at(call), self._options)
-        return explain(pipeline, uses, self._options.strategy, call.params, call.trainable, call.batch)
+            uses = (
+                []
+                if pipeline is None
+                else pipeline.uses(call.at_leaves(self._options.create_graph), self._options)
+            )
+        return explain(pipeline, uses, self._options.strategy, call)
 
     def _check(self, params: Params, x: Any, y: Any) -> Call:
         return check_call(self._model, params, x, y)
@@ -76,11 +81,12 @@ class Transform(Composable):
         return self._jacobian_by(self._pipeline_or_none(call), call)
 
     def _jacobian_by(self, pipeline: Pipeline | None, call: Call) -> Jacobian:
-        o, at = self._options, self._at(call)
+        o = self._options
+        at = call.at_leaves(attached=o.create_graph)
         with differentiable_kernels(o.create_graph):
             if pipeline is None:
-                return LOOPS[o.strategy](self._model, self._loss, at, call.trainable, o.create_graph)
-            return pipeline.jacobian(at, call.trainable, o)
+                return LOOPS[o.strategy](self._model, self._loss, at, o.create_graph)
+            return pipeline.jacobian(at, o)
 
     def _chunk_size(self, call: Call) -> int:
         return self._options.chunk_size or call.batch
@@ -91,17 +97,6 @@ class Transform(Composable):
         for b in range(0, call.batch, max(1, size)):
             part = call if size >= call.batch else call.examples(b, b + size)
             yield slice(b, b + part.batch), self._jacobian(part)
-
-    def _at(self, call: Call) -> At:
-        """The call with parameters as leaves of its own (views of the user's where the result is to be differentiable)."""
-        own = self._options.create_graph
-        trainable = set(call.trainable)
-        params = {
-            # a view for each name: the rows of one do not count those of another that is the same tensor
-            k: p.view_as(p) if own and p.requires_grad else p.detach().requires_grad_(k in trainable)
-            for k, p in call.params.items()
-        }
-        return At(params, call.buffers, call.x, call.y, call.batch)
 
     def _pipeline_or_none(self, call: Call) -> Pipeline | None:
         """None for the loops, which trace nothing."""
@@ -139,7 +134,7 @@ class Transform(Composable):
         try:
             pipeline, sample = build(self._model, self._loss, call)
             if self._options.verify:
-                verify(pipeline, self._model, self._loss, call.params, call.trainable, sample)
+                verify(pipeline, self._model, self._loss, call, sample)
         except (MixedExamplesError, LossError, VerificationError):
             raise
         except Exception as e:

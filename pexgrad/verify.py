@@ -7,44 +7,33 @@ from torch import Tensor
 
 from . import trees
 from .arguments import Options
+from .call import Call
 from .compare import largest_error
 from .errors import ANY_MODEL, VerificationError
 from .loss import ExampleLosses
-from .pipeline import At, Pipeline
+from .pipeline import Pipeline
 from .rebind import Bound
-from .sample import Sample
 from .still import StandStill
 from .strategies import naive
 
 
-def verify(
-    pipeline: Pipeline,
-    model: Bound,
-    loss: ExampleLosses,
-    params: dict[str, Tensor],
-    trainable: list[str],
-    sample: Sample,
-) -> None:
-    """Raise where the pipeline's rows or losses differ from the definition on the first two examples."""
-    buffers = list(model.buffers().values())
-    half = pipeline.trace.rounds_to_half()
+def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sample: Call) -> None:
+    """Raise where the pipeline's rows or losses differ from the definition on the first two examples of a sample.
 
-    def follows(at: Sample) -> bool:
-        return pipeline.trace.follows(at.params.values(), buffers, at.inputs())
-
-    two = sample.first(2) if pipeline.trace.serves(2) else sample
-    if not follows(two.at(params)):  # the second was made up from the first, which alone is the user's own
-        two = sample.first(1)
-    original = two.at({k: p.detach().requires_grad_(k in trainable) for k, p in params.items()})
-    for at in (two, original):
-        if at is two and not follows(at):
+    They are compared at the sample's parameters, or at those of the call itself.
+    """
+    trace, half = pipeline.trace, pipeline.trace.rounds_to_half()
+    two = sample.examples(0, 2) if trace.serves(2) else sample
+    if not trace.follows(two.at(call.params)):  # the second was made up from the first, the user's own
+        two = sample.examples(0, 1)
+    for at in (two, two.at(call.params).at_leaves()):
+        if at is two and not trace.follows(at):
             continue  # the changed parameters lead the model's code another way
         with StandStill():
-            here = At(at.params, buffers, at.x, at.y, at.batch)
-            want = naive(model, loss, here, trainable, False)
+            want = naive(model, loss, at)
             if not _finite(want.rows()) and at is two:
                 continue  # the changed parameters leave the model's domain; the given ones decide
-            got = pipeline.jacobian(here, trainable, Options())
+            got = pipeline.jacobian(at, Options())
             rows = got.rows()
             wrong = largest_error({"": got.losses}, {"": want.losses}, half) or largest_error(
                 rows, want.rows(), half
@@ -52,7 +41,7 @@ def verify(
             if wrong is None:
                 return
             # what is zero but for rounding (a sum of normalised values, say) differs by all there is of it
-            rounded = naive(model, loss, _rounded_otherwise(here), trainable, False)
+            rounded = naive(model, loss, _rounded_otherwise(at))
             wrong = largest_error(
                 {"": got.losses}, {"": want.losses}, half, {"": rounded.losses}
             ) or largest_error(rows, want.rows(), half, rounded.rows())
@@ -61,7 +50,7 @@ def verify(
         return
 
 
-def _rounded_otherwise(at: At) -> At:
+def _rounded_otherwise(at: Call) -> Call:
     """The same at parameters that differ by a rounding or two of each element."""
 
     def moved(p: Tensor) -> Tensor:
@@ -70,14 +59,14 @@ def _rounded_otherwise(at: At) -> At:
         step = 2 * torch.finfo(p.dtype).eps * signs.reshape(p.shape)
         return (p.detach() * (1 + step.to(p.dtype))).requires_grad_(p.requires_grad)
 
-    return at._replace(params={k: moved(p) if p.requires_grad else p for k, p in at.params.items()})
+    return at.at({k: moved(p) if p.requires_grad else p for k, p in at.params.items()})
 
 
 def _finite(rows: dict[str, Tensor]) -> bool:
     return all(bool(torch.isfinite(r).all()) for r in rows.values())
 
 
-def _pairs_agree(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Sample) -> bool:
+def _pairs_agree(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Call) -> bool:
     """Whether each row is half the gradient of its example taken twice: then a kernel at batch size 1 is at fault.
 
     PyTorch's CPU batch-norm backward, for one, is wrong at batch size 1 for some memory layouts.
@@ -89,13 +78,14 @@ def _pairs_agree(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: 
     )
 
 
-def _pair_agrees(row: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Sample, b: int) -> bool:
-    args, kwargs = trees.as_call(trees.take(at.x, [b, b]))
+def _pair_agrees(row: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Call, b: int) -> bool:
+    twice = at.take([b, b])
+    args, kwargs = trees.as_call(twice.x)
     with torch.enable_grad():
         tensors = trees.tensors(model.fresh(at.params)(*args, **kwargs))
         if len(tensors) != len(pipeline.outputs.layouts):
             return False
-        half = pipeline.losses(tensors, trees.take(at.y, [b, b]), 2).sum() / 2
+        half = pipeline.losses(tensors, twice.y, 2).sum() / 2
         grads = torch.autograd.grad(half, [at.params[k] for k in row], allow_unused=True)
     want = {
         k: torch.zeros_like(at.params[k]) if g is None else g.to_dense()
