@@ -30,6 +30,6 @@ from .measures import noise_scale as noise_scale
 from .measures import project as project
 from .measures import tracin as tracin
 from .noise import add_noise as add_noise
-from .transforms import Clipped as Clipped
+from .results import Clipped as Clipped
 
 __version__ = "0.1.0"

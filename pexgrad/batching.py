@@ -7,6 +7,7 @@ example is concatenated, a clipped sum is added up.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import nested, trees
-from .checks import described, positive_int
+from .checks import positive_int
 from .compose import Composable
 from .errors import InputError
 from .loaders import Unpack, pairs
-from .transforms import Clipped, PerExampleGrad, PerExampleValueAndGrad
+from .results import check_joinable, join
+from .transforms import PerExampleGrad, PerExampleValueAndGrad
 
 Function = Callable[..., Any]
 _WAYS = ("auto", "together", "one by one")
@@ -160,7 +162,7 @@ def _into_one(fn: Function, members: int, arguments: Callable[[int], tuple[Any, 
 
 
 def _stack(results: list[Any]) -> Any:
-    _check_joinable(results, 0)
+    check_joinable(results, 0)
     return pytree.tree_map(lambda *parts: torch.stack(parts), *results)
 
 
@@ -182,8 +184,8 @@ def chunked(fn: Function, size: int) -> Function:
     def in_chunks(params: Any, x: Any, y: Any = None) -> Any:
         batch = trees.batch_size(trees.flatten(trees.as_call(x))[0], trees.flatten(y)[0])
         starts = range(0, batch, size) or range(1)  # an empty batch is one empty chunk
-        return _join(
-            [fn(params, trees.examples(x, b, b + size), trees.examples(y, b, b + size)) for b in starts]
+        return join(
+            fn(params, trees.examples(x, b, b + size), trees.examples(y, b, b + size)) for b in starts
         )
 
     return in_chunks
@@ -213,35 +215,11 @@ def over_loader(
     """
 
     def over_batches(params: Any) -> Any:
-        results = []
-        for x, y in pairs(loader, params, unpack):
-            result = fn(params, x, y)
-            results.append(result if reduce is None else reduce(result))
-        if not results:
+        batches = pairs(loader, params, unpack)
+        first = next(batches, None)
+        if first is None:
             raise InputError("the loader gave no batch")
-        return _join(results)
+        results = (fn(params, x, y) for x, y in itertools.chain([first], batches))
+        return join(results if reduce is None else map(reduce, results))
 
     return over_batches
-
-
-def _check_joinable(results: list[Any], dims: int) -> None:
-    """Raise where results are not tensors of at least so many dimensions, in trees."""
-    for leaf in pytree.tree_leaves(results[0]):
-        if not isinstance(leaf, Tensor) or leaf.dim() < dims:
-            what = described(leaf) + (" without dimensions" if isinstance(leaf, Tensor) else "")
-            raise InputError(
-                f"the function gives {what}, which cannot be put together; let it give tensors, with the examples on "
-                "dimension 0 where there are several batches"
-            )
-
-
-def _join(results: list[Any]) -> Any:
-    if len(results) == 1:
-        return results[0]
-    if isinstance(results[0], Clipped):
-        norms, losses = (torch.cat([getattr(r, k) for r in results]) for k in ("norms", "losses"))
-        return Clipped(
-            pytree.tree_map(lambda *g: sum(g[1:], g[0]), *(r.grads for r in results)), norms, losses
-        )
-    _check_joinable(results, 1)
-    return pytree.tree_map(lambda *parts: torch.cat(parts), *results)

@@ -21,12 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import trees
+from .agreement import refuse_difference
 from .api import per_example_jacobian, per_example_value_and_grad
-from .clipping import Clipping
 from .errors import PexgradError, VerificationError
-from .extend import _compare, check_rule
+from .extend import check_rule
 from .loss import Loss
-from .numerics import flat as flattened
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -61,8 +60,8 @@ def check_per_example_grad(
 
     >>> check_per_example_grad(torch.nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
 
-    A copy of the model is converted to float64. Losses and rows are compared with the loop; norms, weighted
-    sums and clipped sums with those rows.
+    A copy of the model is converted to float64. Losses and rows are compared with the loop; norms, products, weighted
+    and clipped sums with what those rows give.
 
     Args:
         model: a module, or one of `models()`, `conv_configs()`, `linear_configs()`.
@@ -80,41 +79,13 @@ def check_per_example_grad(
         trees.map_tensors(lambda t: t.detach().double() if t.is_floating_point() else t, tree)
         for tree in (x, y)
     )
-    try:
-        _check(module, x, y, loss, tolerance)
-    except VerificationError as error:
-        raise VerificationError(f"{error}\n\n{_as_code(model, x, y)}") from error
-
-
-def _check(module: nn.Module, x: Any, y: Any, loss: Loss, tolerance: float) -> None:
     params = dict(module.named_parameters())
     losses, want = per_example_value_and_grad(module, loss, strategy="naive")(params, x, y)
     jacobian = per_example_jacobian(module, loss, verify=False)(params, x, y)
-    flat = torch.cat([flattened(w) for w in want.values()], 1)
-    # a gradient that is zero but for rounding is measured against all gradients together
-    floor = max(1e-4 * float(flat.norm()), 1e-12)
-
-    def compare(what: str, got: Tensor, want: Tensor) -> None:
-        _compare(what, got, want, tolerance * max(1.0, floor / max(float(want.norm()), 1e-12)))
-
-    compare("the losses", jacobian.losses, losses)
-    rows, norms = jacobian.rows(), flat.norm(dim=1)
-    for k, w in want.items():
-        compare(f"the rows of '{k}'", rows[k], w)
-    own = jacobian.norms()
-    assert isinstance(own, Tensor)
-    compare("the norms", own, norms)
-    weights = torch.linspace(-1, 1, len(flat), dtype=torch.float64, device=flat.device)
-    for k, total in jacobian.vjp(weights).items():
-        compare(f"the weighted sum of '{k}'", total, torch.tensordot(weights, want[k], 1))
-    bound = max(float(norms.mean()), 1e-9)
-    kept = jacobian.keep()  # as a clipped sum does
-    for k, total in kept.vjp(Clipping(bound).weights(kept)[0]).items():
-        compare(
-            f"the clipped sum of '{k}'",
-            total,
-            torch.tensordot(1 / torch.clamp(norms / bound, min=1), want[k], 1),
-        )
+    try:
+        refuse_difference(jacobian, losses, want, tolerance)
+    except VerificationError as error:
+        raise VerificationError(f"{error}\n\n{_as_code(model, x, y)}") from error
 
 
 def _as_code(model: Any, x: Any, y: Any) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from . import nested, trees
 from .arguments import Options, Params, check_call, check_out
@@ -31,6 +29,7 @@ from .loss import ExampleLosses, Loss
 from .modes import differentiable_kernels, uncompiled
 from .pipeline import Pipeline, build
 from .rebind import Bound, global_hooks, refuse_backward_hooks
+from .results import Clipped, join
 from .snapshot import held_by
 from .still import StandStill
 from .strategies import LOOPS
@@ -67,17 +66,16 @@ class Transform(Composable):
         call = self._check(params, x, y)
         pipeline = self._pipeline_or_none(call) if call.batch else None
         with StandStill():  # nothing is drawn for a table
-            uses = (
-                []
-                if pipeline is None
-                else pipeline.uses(call.at_leaves(self._options.create_graph), self._options)
-            )
+            at = call.at_leaves(attached=self._options.create_graph)
+            uses = [] if pipeline is None else pipeline.uses(at, self._options)
         return explain(pipeline, uses, self._options.strategy, call)
 
     def _check(self, params: Params, x: Any, y: Any) -> Call:
         return check_call(self._model, params, x, y)
 
     def _jacobian(self, call: Call) -> Jacobian:
+        if not call.batch:
+            return Jacobian.of_rows(call.no_numbers(), call.zeros(0))
         return self._jacobian_by(self._pipeline_or_none(call), call)
 
     def _jacobian_by(self, pipeline: Pipeline | None, call: Call) -> Jacobian:
@@ -88,15 +86,17 @@ class Transform(Composable):
                 return LOOPS[o.strategy](self._model, self._loss, at, o.create_graph)
             return pipeline.jacobian(at, o)
 
-    def _chunk_size(self, call: Call) -> int:
-        return self._options.chunk_size or call.batch
+    def _run(self, call: Call) -> Any:
+        """The result, from those of the chunks."""
+        return join(self._answer(self._jacobian(part)) for _, part in self._chunks(call))
 
-    def _chunks(self, call: Call) -> Iterator[tuple[slice, Jacobian]]:
-        """The Jacobian, a chunk of examples at a time; nothing for an empty batch."""
+    def _chunks(self, call: Call) -> Iterator[tuple[slice, Call]]:
         size = self._chunk_size(call)
-        for b in range(0, call.batch, max(1, size)):
-            part = call if size >= call.batch else call.examples(b, b + size)
-            yield slice(b, b + part.batch), self._jacobian(part)
+        for b in range(0, call.batch, size) or range(1):  # an empty batch is one empty chunk
+            yield slice(b, b + size), call if size >= call.batch else call.examples(b, b + size)
+
+    def _chunk_size(self, call: Call) -> int:
+        return self._options.chunk_size or max(1, call.batch)
 
     def _pipeline_or_none(self, call: Call) -> Pipeline | None:
         """None for the loops, which trace nothing."""
@@ -191,13 +191,32 @@ class PerExampleGrad(Transform):
     @composable
     def __call__(
         self, params: Params, x: Any, y: Any = None, *, out: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    ) -> Any:
         call = self._check(params, x, y)
-        buffers = self._buffers(call, out)
-        return self._repeats.answer(self, call, lambda: self._value_and_grad(call, buffers)[1], buffers)
+        buffers = None if out is None else check_out(out, call, self._options.create_graph)
+        return self._repeats.answer(self, call, lambda: self._into(buffers, call), buffers)
+
+    def _into(self, buffers: dict[str, Tensor] | None, call: Call) -> Any:
+        """The result, with the rows written into memory where that is given."""
+        if buffers is None and self._chunk_size(call) < call.batch and not self._options.create_graph:
+            # each chunk goes to its place: joined at the end, all rows would be there twice
+            buffers = call.room()
+        if buffers is None:
+            return self._run(call)
+
+        def fill(place: dict[str, Tensor], part: Call) -> Tensor:
+            jacobian = self._jacobian(part)
+            jacobian.rows(place, last=True)
+            return jacobian.losses
+
+        losses = [fill({k: b[s] for k, b in buffers.items()}, part) for s, part in self._chunks(call)]
+        return self._result(torch.cat(losses), buffers)
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
-        return jacobian.rows(last=True)
+        return self._result(jacobian.losses, jacobian.rows(last=True))
+
+    def _result(self, losses: Tensor, rows: dict[str, Tensor]) -> Any:
+        return rows
 
     _is_of_tensors = True
 
@@ -207,40 +226,12 @@ class PerExampleGrad(Transform):
     def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
         return [p.new_empty((batch, *p.shape), device=device) for p in entries]
 
-    def _buffers(self, call: Call, out: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-        return None if out is None else check_out(out, call, self._options.create_graph)
-
-    def _value_and_grad(
-        self, call: Call, buffers: dict[str, Tensor] | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        if buffers is None and self._chunk_size(call) < call.batch and not self._options.create_graph:
-            # each chunk goes to its place: joined at the end, all rows would be there twice
-            buffers = call.room()
-        losses, rows = [], []
-        for s, jacobian in self._chunks(call):
-            losses.append(jacobian.losses)
-            into = None if buffers is None else {k: b[s] for k, b in buffers.items()}
-            rows.append(jacobian.rows(into, last=True))
-        if not rows:
-            return call.no_numbers(), call.zeros(0)
-        if len(rows) == 1:
-            return losses[0], rows[0]
-        return torch.cat(losses), buffers or {k: torch.cat([r[k] for r in rows]) for k in call.trainable}
-
 
 class PerExampleValueAndGrad(PerExampleGrad):
     """`(params, x, y=None, out=None) -> (losses (B,), {name: (B, *shape)})`; made by `per_example_value_and_grad`."""
 
-    @composable
-    def __call__(  # type: ignore[override]
-        self, params: Params, x: Any, y: Any = None, *, out: Mapping[str, Tensor] | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        call = self._check(params, x, y)
-        buffers = self._buffers(call, out)
-        return self._repeats.answer(self, call, lambda: self._value_and_grad(call, buffers), buffers)
-
-    def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
-        return jacobian.losses, jacobian.rows(last=True)
+    def _result(self, losses: Tensor, rows: dict[str, Tensor]) -> Any:
+        return losses, rows
 
     def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
         return flat[0], nested.at(paths, flat[1:])
@@ -259,15 +250,7 @@ class PerExampleGradNorm(Transform):
     @composable
     def __call__(self, params: Params, x: Any, y: Any = None) -> Any:
         call = self._check(params, x, y)
-        return self._repeats.answer(self, call, lambda: self._norms(call))
-
-    def _norms(self, call: Call) -> Any:
-        norms: list[Any] = [jacobian.norms(self._per_param) for _, jacobian in self._chunks(call)]
-        if self._per_param:
-            return {
-                k: torch.cat([n[k] for n in norms]) if norms else call.no_numbers(k) for k in call.trainable
-            }
-        return torch.cat(norms) if norms else call.no_numbers()
+        return self._repeats.answer(self, call, lambda: self._run(call))
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.norms(self._per_param)
@@ -290,36 +273,11 @@ class PerExampleJacobian(Transform):
     @composable
     def __call__(self, params: Params, x: Any, y: Any = None) -> Jacobian:
         call = self._check(params, x, y)
-        if call.batch == 0:
-            return Jacobian.of_rows(call.no_numbers(), call.zeros(0))
+        if not call.batch:
+            return self._jacobian(call)
         pipeline = self._pipeline_or_none(call)
         constants = [] if pipeline is None else pipeline.trace.constants()
         return self._jacobian_by(pipeline, call).watching(call, constants)
-
-
-@dataclass(frozen=True)
-class Clipped:
-    """The result of `clipped_grad`.
-
-    Attributes:
-        grads: name -> (*shape), the sum over the batch of weighted per-example gradients.
-        norms: (B,), over all parameters and before clipping, in units of the gradient; zero for examples that a mask leaves out.
-        losses: (B,), likewise.
-    """
-
-    grads: dict[str, Tensor]
-    norms: Tensor
-    losses: Tensor
-
-
-# so that torch.func, torch.compile and torch.export take it as a result
-pytree.register_pytree_node(
-    Clipped,
-    lambda c: ([c.grads, c.norms, c.losses], None),
-    lambda leaves, _: Clipped(*leaves),
-    serialized_type_name="pexgrad.Clipped",
-    flatten_with_keys_fn=lambda c: ([(pytree.GetAttrKey(k), v) for k, v in vars(c).items()], None),  # pyright: ignore[reportArgumentType]
-)
 
 
 class ClippedGrad(Transform):
@@ -339,24 +297,15 @@ class ClippedGrad(Transform):
         call = self._check(params, x, y)
         if mask is None:
             if callable(self._clipping.how):  # it may do more than a recording of it, such as keep the norms
-                return self._sum(call)
-            return self._repeats.answer(self, call, lambda: self._sum(call))
-        part = self._sum(call.chosen(mask))
+                return self._run(call)
+            return self._repeats.answer(self, call, lambda: self._run(call))
+        part = self._run(call.chosen(mask))
         return Clipped(part.grads, _spread(part.norms, mask), _spread(part.losses, mask))
 
-    def _sum(self, call: Call) -> Clipped:
-        grads: dict[str, Tensor] = {}
-        norms, losses = [], []
-        for _, jacobian in self._chunks(call):
-            jacobian = jacobian.keep()  # what the rows were kept of goes
-            part = self._clipped(jacobian)
-            for k, g in part.grads.items():
-                grads[k] = grads[k] + g if k in grads else g
-            norms.append(part.norms)
-            losses.append(part.losses)
-        if not norms:
+    def _run(self, call: Call) -> Clipped:
+        if not call.batch:  # which a function for the weights need not take
             return Clipped(call.zeros(), call.no_numbers(), call.no_numbers())
-        return Clipped(grads, torch.cat(norms), torch.cat(losses))
+        return super()._run(call)
 
     def _written_in(self) -> list[Callable[..., Any]]:
         return [*super()._written_in(), *([self._clipping.how] if callable(self._clipping.how) else [])]
@@ -370,9 +319,7 @@ class ClippedGrad(Transform):
             )
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Clipped:
-        return self._clipped(jacobian.keep(), *further)
-
-    def _clipped(self, jacobian: Jacobian, *further: Tensor) -> Clipped:
+        jacobian = jacobian.keep()  # what the rows were kept of goes
         weights, norms = self._clipping.weights(jacobian)
         if not further:
             return Clipped(jacobian.vjp(weights), norms, jacobian.losses)
