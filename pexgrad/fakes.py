@@ -62,10 +62,10 @@ def fake(mode: FakeTensorMode, t: Tensor) -> Tensor:
     return mode.from_tensor(t.detach(), symbolic_context=context)
 
 
-def fake_batch(mode: FakeTensorMode, t: Tensor, hint: int = HINT) -> Tensor:
-    """`t` without its numbers, its dimension 0 symbolic."""
+def fake_batch(mode: FakeTensorMode, t: Tensor, batch: int = HINT, *, symbolic: bool = True) -> Tensor:
+    """`t` (b, ...) without its numbers, for another batch size, its examples one after the other in memory."""
     # strided like the user's tensor in everything but the batch, so that channels_last stays channels_last
-    like = t.detach()[:1].expand(hint, *t.shape[1:]) if t.shape[0] else t.new_empty((hint, *t.shape[1:]))
+    like = t.detach()[:1].expand(batch, *t.shape[1:]) if t.shape[0] else t.new_empty((batch, *t.shape[1:]))
     like = torch.empty_like(like, device=t.device)
-    dynamic = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (t.dim() - 1)
+    dynamic = [DimDynamic.DUCK if symbolic else DimDynamic.STATIC] + [DimDynamic.STATIC] * (t.dim() - 1)
     return mode.from_tensor(like, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))

@@ -35,13 +35,14 @@ from .call import Call
 from .compare import largest_error
 from .decompositions import BACKWARD
 from .errors import TraceError, VerificationError
-from .fakes import computes_metadata, fake, fake_batch, quiet
+from .fakes import HINT, computes_metadata, fake, fake_batch, quiet
 from .flow import operation
 from .modes import uncompiled
 from .numbers import noting_numbers
 from .pipeline import Pipeline
 from .portable import make_portable, reshape_views, without_checks
 from .still import StandStill
+from .strides import copy_what_is_read_by_strides
 
 aten = torch.ops.aten
 
@@ -154,7 +155,7 @@ def _record(
     fakes = [
         *(fake(mode, p).requires_grad_(k in call.trainable) for k, p in call.params.items()),
         *(fake(mode, b) for b in call.buffers),
-        *(fake_batch(mode, t) if symbolic else fake(mode, t) for t in examples),
+        *(fake_batch(mode, t, HINT if symbolic else t.shape[0], symbolic=symbolic) for t in examples),
     ]
     batch = fakes[-len(examples)].shape[0]
     symbol = batch.node.expr if symbolic else None  # read before anything may fix it  # pyright: ignore[reportAttributeAccessIssue]
@@ -175,6 +176,7 @@ def _record(
         # derivatives are in the graph by now, and what the model did without autograd no longer says so
         module = _make_graph(functional, [t.detach() for t in fakes])
     make_portable(module, differentiable=options.create_graph)
+    copy_what_is_read_by_strides(module)
     if symbol is None:
         return Lowered(module, found["spec"], (), int(batch), bool(numbers))
     return Lowered(module, found["spec"], tuple(_guards(env, symbol)), symbol, bool(numbers))

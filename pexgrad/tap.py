@@ -21,6 +21,7 @@ from .parts import Part, find_parts
 from .plan import Use, nodes_needed
 from .rewrite import insert
 from .sites import Site
+from .strides import settle_strides
 from .trace import Trace
 
 aten = torch.ops.aten
@@ -108,7 +109,7 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
                 tuple(operands[use.operand.node] for use in site_uses),
             )
         )
-    _take_any_strides(last_write, order)
+    settle_strides(graph)
     output = next(iter(reversed(graph.nodes)))
     output.args = ((output.args[0], edges, list(residuals), list(operands)),)
     graph.set_codegen(CodeGen())
@@ -136,13 +137,6 @@ def _tapped(trace: Trace, out: fx.Node, *, written: bool, shared: bool) -> fx.No
 
 def _last_writes(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[int | None, int]:
     return {storage(t): order[node] for node in graph.nodes for t in mutated_operands(node)}
-
-
-def _take_any_strides(last_write: dict[int | None, int], order: dict[fx.Node, int]) -> None:
-    """Let views be copies where they have to: a batch, or what another kernel gives, may be laid out unlike the trace's."""
-    for node in order:
-        if node.target is aten.view.default and last_write.get(storage(node), -1) < order[node]:
-            node.target = aten.reshape.default
 
 
 def _shield(

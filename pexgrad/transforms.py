@@ -163,7 +163,7 @@ class Transform(Composable):
         return (
             call.module.fingerprint(),
             tuple((k, p.shape, p.dtype, p.device, p.stride()) for k, p in call.params.items()),
-            tuple((k, b.shape, b.dtype, b.device) for k, b in call.module.buffers.items()),
+            tuple((k, b.shape, b.dtype, b.device, _strides(b)) for k, b in call.module.buffers.items()),
             tuple(call.trainable),
             spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
             tuple(map(_autocast, sorted({"cpu", *(p.device.type for p in call.params.values())}))), global_hooks(),
@@ -172,6 +172,10 @@ class Transform(Composable):
 
 def _autocast(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _strides(t: Tensor) -> tuple[int, ...] | None:
+    return t.stride() if t.layout is torch.strided else None
 
 
 def _describe(v: Any) -> Any:
