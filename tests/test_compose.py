@@ -116,6 +116,16 @@ class CastsWithin(nn.Module):
             return self.model(x).float()
 
 
+@pytest.fixture
+def _own_kernels():
+    """Without oneDNN, which has no recurrent layer in bfloat16 for some CPUs."""
+    before = torch.backends.mkldnn.enabled
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(before)
+
+
+@pytest.mark.usefixtures("_own_kernels")
 @pytest.mark.parametrize("within", [False, True])
 def test_the_rounding_of_half_precision_is_not_taken_for_an_error(within):
     """Steps of a recurrence round each intermediate value, otherwise for one example than for two."""
