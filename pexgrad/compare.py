@@ -43,6 +43,8 @@ def largest_error(
     overall = sum(float(w.abs().double().square().nan_to_num().sum()) for k, w in want.items() if k) ** 0.5
     worst: tuple[str, float] | None = None
     for k, w in want.items():
+        if not torch.equal(got[k].isfinite(), w.isfinite()):
+            return k, float("inf")
         # a gradient that is zero but for rounding is measured against all gradients together
         scale = max(_norm(w), 1e-4 * overall if k else 0.0, 1e-12)
         difference = _norm(torch.where(w.isfinite(), got[k] - w, 0))

@@ -30,6 +30,27 @@ _BENIGN_WRITES = {aten.embedding_renorm_.default}
 _HIDDEN_WRITES = {aten.instance_norm.default: ("running_mean", "running_var")}
 
 
+# what they make has the shape of their operand, and nothing of its data
+LIKE = {
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+    aten.rand_like.default, aten.randn_like.default, aten.new_zeros.default, aten.new_ones.default,
+    aten.new_full.default, aten.new_empty.default,
+}  # fmt: skip
+
+
+_AS = {
+    aten.type_as.default, aten.expand_as.default, aten.view_as.default, aten.reshape_as.default,
+    aten.to.other,
+}  # fmt: skip
+
+
+def is_model_of(operand: fx.Node, node: fx.Node) -> bool:
+    """Whether an operation takes nothing but the shape, or the dtype, of an operand."""
+    return (node.target in LIKE and operand is node.args[0]) or (
+        node.target in _AS and operand is not node.args[0]
+    )
+
+
 @dataclass(frozen=True)
 class State:
     """What a value depends on: the inputs' data, and which trainable parameters with a gradient."""
@@ -91,13 +112,14 @@ def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that an in-place operation writes to."""
     if not isinstance(node.target, OpOverload):
         return
-    for argument, schema in _bind(node):
+    for argument, schema in bind(node):
         declared = schema.alias_info is not None and schema.alias_info.is_write
         if declared or schema.name in _HIDDEN_WRITES.get(node.target, ()):
             yield from nodes_in(argument)
 
 
-def _bind(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+def bind(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """Each argument that an operation is given, with its declaration."""
     schema = node.target._schema.arguments  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
     yield from zip(node.args, schema, strict=False)
     by_name = {s.name: s for s in schema}
@@ -133,8 +155,8 @@ def analyse(trace: Trace, trainable: set[str]) -> Flow:
         reads = {n: flow.states[n] | written.get(storage(n), State()) for n in node.all_input_nodes}  # pyright: ignore[reportArgumentType, reportCallIssue]
         flow.operands[node] = reads
         state = start.get(node, State())
-        for read in reads.values():
-            state = state | read
+        for operand, read in reads.items():
+            state = state if is_model_of(operand, node) else state | read
         if not enabled or node.target is aten.detach.default or not is_differentiable(value(node)):
             state = State(state.from_input)
         flow.states[node] = state

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import TraceError
 from .flow import batch_dims, fold_factor_of
+from .numerics import is_recorded
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,35 @@ class Anywhere(Layout):
     def scale(self, x: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of the cotangents."""
         return torch.tensordot(weights.to(x.dtype), x, 1)
+
+
+class UntoldError(TraceError):
+    """A gradient has reached a value of which it was not known where its examples are."""
+
+
+@dataclass(frozen=True)
+class Untold(Layout):
+    """One of several layouts: no number, and no gradient, has told yet which; an error as soon as it matters."""
+
+    def split(self, x: Tensor, batch: int) -> Tensor:
+        """(b, t, *rest) of zeros."""
+        return super().split(self._zeros(x), batch)
+
+    def only(self, x: Tensor, batch: int, b: int) -> Tensor:
+        """Zeros."""
+        return self._zeros(x)
+
+    def scale(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Zeros."""
+        return self._zeros(x)
+
+    def _zeros(self, x: Tensor) -> Tensor:
+        if is_recorded(x) or bool(x.any()):
+            raise UntoldError(
+                "the examples lie in a fold with other positions, and which position is whose could not be told, since no number "
+                "and no gradient differed there when the model was traced; call with other examples or parameters first"
+            )
+        return x
 
 
 def candidates(fake: Any, symbol: Any) -> Iterator[Layout]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from . import trees
 from .compare import largest_error
 from .errors import LossError, MixedExamplesError
+from .reductions import NotPerExample, OverExamples
 
 Loss = Callable[[Any, Any], Tensor]
 Slices = Callable[[int], Any]  # b -> the output of example b as a batch of one
@@ -130,6 +132,17 @@ def _class_weights(y: Tensor, output: Tensor, settings: dict[str, Any]) -> Tenso
     return weight[labels.where(counted, 0).long()] * counted  # a mask is what uint8 would be
 
 
+_PER_EXAMPLE = dict.fromkeys(_ELEMENTWISE, _elementwise) | dict.fromkeys(_CLASSES, _classes)
+
+
+class Way(Enum):
+    """How the losses of a batch are computed where they are not one of torch's own."""
+
+    BATCH = "the loss gives one number, or more, for each example"
+    REDUCED = "it gives one number, and its reductions are taken for each example"
+    SLICES = "it is called for each example"
+
+
 class ExampleLosses:
     """`loss` as a function from the output of a batch to (B,) losses, one per example."""
 
@@ -137,22 +150,46 @@ class ExampleLosses:
         self.loss = loss
         self.vectorised = vectorised(loss)
 
-    def takes_batches(self, output: Any, slices: Slices, y: Any, batch: int) -> bool:
-        """Whether the loss of a whole batch gives one value per example; decided on a batch of at least two."""
+    def way(self, output: Callable[[], Any], slices: Slices, y: Any, batch: int) -> Way:
+        """How the losses of a batch may be computed; decided on a batch of at least two, of which each `output()` is a copy."""
         try:
-            value = self.loss(output, y)
+            value = self.loss(output(), y)
         except Exception:  # noqa: BLE001 - it may be written for one example; then this raises the user's error
             self.loss(slices(0), trees.examples(y, 0, 1))
-            return False
+            return Way.SLICES
         self._check_tensor(value)
         if value.dim() == 0:
-            return False
+            return self._way_of_scalar(output(), slices, y, batch)
         self._check_shape(value, batch)
         together = value.reshape(batch, -1).sum(1)
-        self._refuse_mixing(together, self.of_slices(slices, y, batch))
-        return True
+        self.refuse_mixing(together, slices, y, batch)
+        return Way.BATCH
 
-    def _refuse_mixing(self, together: Tensor, alone: Tensor) -> None:
+    def _way_of_scalar(self, output: Any, slices: Slices, y: Any, batch: int) -> Way:
+        try:
+            together = self.of_reductions(output, y, batch)
+        except Exception:  # noqa: BLE001 - whatever it is, the definition does without
+            return Way.SLICES
+        same = largest_error({"": together.detach()}, {"": self.of_slices(slices, y, batch).detach()}) is None
+        return Way.REDUCED if same else Way.SLICES
+
+    def of_reductions(self, output: Any, y: Any, batch: Any) -> Tensor:
+        """(b,): a loss that gives one number, its reductions taken for each example.
+
+        Raises:
+            NotPerExample: where the loss does anything else.
+        """
+        mode = OverExamples(batch, trees.tensors((output, y)), _PER_EXAMPLE)
+        with mode:
+            value = self.loss(output, y)
+        if not mode.are_numbers(value) or not value.is_floating_point():
+            raise NotPerExample
+        return value
+
+    def refuse_mixing(self, together: Tensor, slices: Slices, y: Any, first: int) -> None:
+        """Raise where the losses (B,) of a batch are not those of the first examples by themselves."""
+        alone = self.of_slices(slices, y, first)
+        together = together[:first]
         for b, (got, want) in enumerate(zip(together.detach(), alone.detach(), strict=True)):
             if largest_error({"": got}, {"": want}) is not None:
                 raise MixedExamplesError(

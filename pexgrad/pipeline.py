@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,15 @@ from .evaluate import BoundSite, cotangents, factors, way_out
 from .flow import batch_dims, fold_factor_of, value
 from .jacobian import Jacobian, joined
 from .layout import Layout
-from .loss import ExampleLosses
+from .loss import ExampleLosses, Way
+from .loss_graph import mixing_in
+from .mixing import Mixing
 from .modes import without_autocast
 from .plan import Use, nodes_needed, plan_site
 from .probe import Layouts, first_layouts, probe, refuse_mixing_in
 from .pullback import Window, find_window
 from .rebind import Bound
+from .reductions import NotPerExample
 from .rehearsal import rehearsed
 from .rewrite import Output, rewrite
 from .sample import alike, draw, still_alike
@@ -31,6 +35,9 @@ from .snapshot import Held, Place
 from .still import StandStill
 from .tap import Program, Slots, tap
 from .trace import Trace, trace
+
+# losses of one example that are worth computing once, when a model is traced
+MANY_LOSSES = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +74,7 @@ class Pipeline:
     outputs: Outputs
     windows: dict[fx.Node, Window | None]
     loss: ExampleLosses
-    loss_takes_batches: bool
+    way: Way
     alike: tuple[int, ...]  # of the compared tensors, those that the examples could not tell apart so far
     held: dict[Place, Held]  # tensors beside parameters and buffers that the trace is made of
 
@@ -124,7 +131,23 @@ class Pipeline:
         """Whether a call's losses are computed from one tensor, for the whole batch at once."""
         output = self.outputs.whole(self.program.run(call.values()).outputs)
         by_reduction = _by_reduction(self.loss, self.outputs, output, call.y) is not None
-        return by_reduction or (self.loss_takes_batches and type(output) is Tensor)
+        return by_reduction or (self.way is Way.BATCH and type(output) is Tensor)
+
+    def mixing_of_losses(self, call: Call) -> Mixing | None:
+        """What the losses look at of a whole batch.
+
+        Raises:
+            MixedExamplesError: where that cannot be seen, and they give an example another number in this batch than alone.
+        """
+        tensors = self.program.run(call.values()).outputs
+        if self.outputs.plain():
+            with contextlib.suppress(Exception):  # the loss may do what no graph can
+                return mixing_in(self.loss.of_batch, self.trace.output, tensors, call.y)
+        one = lambda b: self.outputs.example(tensors, call.batch, b)  # noqa: E731
+        copies = [t.detach().clone() for t in tensors]  # the loss may write into what it is given
+        together = self.loss.of_batch(self.outputs.whole(copies), call.y, call.batch)
+        self.loss.refuse_mixing(together, one, call.y, min(call.batch, MANY_LOSSES))
+        return None
 
     def losses(self, tensors: list[Tensor], y: Any, batch: int) -> Tensor:
         """(B,) losses from the tensors of the model's output."""
@@ -132,8 +155,11 @@ class Pipeline:
         losses = _by_reduction(self.loss, self.outputs, output, y)
         if losses is not None:
             return losses
-        if self.loss_takes_batches:
+        if self.way is Way.BATCH:
             return self.loss.of_batch(output, y, batch)
+        if self.way is Way.REDUCED:
+            with contextlib.suppress(NotPerExample):
+                return self.loss.of_reductions(output, y, batch)
         return self.loss.of_slices(lambda b: self.outputs.example(tensors, batch, b), y, batch)
 
 
@@ -164,10 +190,10 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
         outputs = Outputs(traced, layouts.outputs, [k is Output.COPIED for k in kinds])
         if call.batch > sample.batch:
             refuse_mixing_in(call.at_leaves(), traced, program, layouts.outputs)
-        takes_batches = _takes_batches(loss, program, outputs, sample)
+        way = _way(loss, program, outputs, sample)
     bound = _bind(traced, sites, uses, program.slots, layouts)
-    same = alike(sample, targets=takes_batches)
-    return Pipeline(traced, program, bound, outputs, windows, loss, takes_batches, same, held), sample
+    same = alike(sample, targets=way is Way.BATCH)
+    return Pipeline(traced, program, bound, outputs, windows, loss, way, same, held), sample
 
 
 def _trace_serving(model: Bound, call: Call) -> Trace:
@@ -187,16 +213,29 @@ def _layouts(traced: Trace, sites: list[Site], program: Program, sample: Call) -
     return probe(traced, sites, program, sample)
 
 
-def _takes_batches(loss: ExampleLosses, program: Program, outputs: Outputs, sample: Call) -> bool:
+def _way(loss: ExampleLosses, program: Program, outputs: Outputs, sample: Call) -> Way:
     if any(outputs.copied) or sample.batch < 2:
-        return False
+        return Way.SLICES
     forward = program.run(sample.values())
     tensors = [t.detach() for t in forward.outputs]
     if _by_reduction(loss, outputs, outputs.whole(tensors), sample.y) is not None:
-        return False
+        return Way.SLICES
     one = lambda b: outputs.example(tensors, sample.batch, b)  # noqa: E731
-    copies = [t.clone() for t in tensors]  # the loss may write into what it is given
-    return loss.takes_batches(outputs.whole(copies), one, sample.y, sample.batch)
+    # copies: the loss may write into what it is given
+    way = loss.way(lambda: outputs.whole([t.clone() for t in tensors]), one, sample.y, sample.batch)
+    if way is Way.REDUCED and not _reduces_always(loss, outputs, tensors, sample.y):
+        return Way.SLICES
+    return way
+
+
+def _reduces_always(loss: ExampleLosses, outputs: Outputs, tensors: list[Tensor], y: Any) -> bool:
+    """Whether reductions give each example its own number whatever the numbers are, for every batch size."""
+    if not outputs.plain():
+        return False
+    try:
+        return mixing_in(loss.of_reductions, outputs.trace.output, tensors, y) is None
+    except Exception:  # noqa: BLE001 - the loss may do what no graph can
+        return False
 
 
 def _bind(

@@ -7,7 +7,7 @@ row exact, and tells the outer part of a fold from the inner one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor, fx
@@ -16,7 +16,7 @@ from .call import Call
 from .compare import largest_error
 from .errors import MixedExamplesError, TraceError
 from .flow import batch_dims, value, where
-from .layout import Anywhere, Layout, candidates
+from .layout import Anywhere, Layout, Untold, candidates
 from .sample import all_but, normal_like
 from .sites import Site
 from .tap import Forward, Program
@@ -44,8 +44,13 @@ def probe(trace: Trace, sites: list[Site], program: Program, sample: Call) -> La
                 outputs[i] = [at for at in options if not _moves(at, base.outputs[i], after[i], batch, b)]
                 if not outputs[i]:
                     raise _mixed(trace, program, sample, others_changed, b)
-    chosen = [options[0] if options else None for options in outputs]
+    chosen = [
+        _only_one(options, where(n)) for options, n in zip(outputs, _output_nodes(program), strict=True)
+    ]
     edges = _edge_layouts(trace, sites, base, chosen, batch, generator)
+    if any(len(options) > 1 for options in edges):
+        edges = _told_by_values(program, _activations(sites), edges, sample)
+    edges = [options[0] if len(options) == 1 else Untold(*astuple(options[0])) for options in edges]
     apart = [i for i, at in enumerate(edges) if isinstance(at, Anywhere)]
     if apart and not _same_alone(trace, program, sample, base, Layouts(chosen, edges), apart):
         site, _ = _activations(sites)[apart[0]]
@@ -158,7 +163,8 @@ def _edge_layouts(
     outputs: list[Layout | None],
     batch: int,
     generator: torch.Generator,
-) -> list[Layout]:
+) -> list[list[Layout]]:
+    """The layouts of every activation in which no example's gradient reaches another's part."""
     activations = _activations(sites)
     options: list[list[Layout]] = [list(candidates(value(out), trace.batch)) for _, out in activations]
     for b in range(batch):
@@ -174,7 +180,41 @@ def _edge_layouts(
                         f"the examples mix in {where(site.node)}: the output of example {b} depends on other parts of its value, "
                         f"of shape {tuple(value(out).shape)}, than one dimension (or one part of a fold) that is the batch"
                     )
-    return [o[0] for o in options]
+    return options
+
+
+def _told_by_values(
+    program: Program, activations: list[tuple[Site, fx.Node]], edges: list[list[Layout]], sample: Call
+) -> list[list[Layout]]:
+    """Where gradients were zero: the layouts in which no example's values change with the other examples."""
+    generator = torch.Generator().manual_seed(0)
+    before = _all_values(program, sample)
+    left = list(edges)
+    for b in range(sample.batch):
+        after = _all_values(program, _with_others_changed(sample, b, generator))
+        for i, (_, out) in enumerate(activations):
+            if len(left[i]) > 1 and out in before:
+                still = [at for at in left[i] if not _moves(at, before[out], after[out], sample.batch, b)]
+                left[i] = still or left[i]
+    return left
+
+
+def _all_values(program: Program, call: Call) -> dict[fx.Node, Tensor]:
+    recorder = _Recorder(program.module)
+    with torch.enable_grad():
+        recorder.run(*call.values())
+    return recorder.kept
+
+
+def _only_one(options: list[Layout], place: str) -> Layout | None:
+    """The layout of an output, where there is one to choose."""
+    if len(options) > 1:
+        raise TraceError(
+            f"the model's output has its examples in a fold with other positions, and none of its numbers (of {place}) differs "
+            "between the first examples, so which position is whose cannot be told: return it with the batch on a dimension of "
+            "its own, or call with other examples or parameters first"
+        )
+    return options[0] if options else None
 
 
 def _activations(sites: list[Site]) -> list[tuple[Site, fx.Node]]:
@@ -230,12 +270,7 @@ class _Recorder(fx.Interpreter):
 
 
 def _mixed(trace: Trace, program: Program, before: Call, after: Call, b: int) -> MixedExamplesError:
-    runs = []
-    for call in (before, after):
-        recorder = _Recorder(program.module)
-        with torch.enable_grad():
-            recorder.run(*call.values())
-        runs.append(recorder.kept)
+    runs = [_all_values(program, call) for call in (before, after)]
     node = _first_mixing(trace, program.module, runs[0], runs[1], before.batch, b)
     at = f" first in {where(node)}" if node is not None else ""
     return MixedExamplesError(

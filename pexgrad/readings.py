@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .call import Call
 from .errors import ANY_MODEL, TraceError
-from .flow import mutated_operands, storage, value
+from .flow import LIKE, is_model_of, mutated_operands, storage, value
 from .memory import storage_of
 from .source import calling_line
 
@@ -218,21 +218,10 @@ def _computing(
             continue
         found.append(node)
         if _size(node, batch) is None:
-            read = [n for n in node.all_input_nodes if not _is_model_of(n, node)]
+            read = [n for n in node.all_input_nodes if not is_model_of(n, node)]
             needed.update(read)
             memory.update(m for n in (node, *read) if (m := _memory(root, n)) is not None)
     return found[::-1]
-
-
-# what they make has the shape of their operand, and nothing of its data
-_LIKE = {
-    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
-    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
-}  # fmt: skip
-
-
-def _is_model_of(operand: fx.Node, node: fx.Node) -> bool:
-    return node.target in _LIKE and operand is node.args[0]
 
 
 def _empty(own: fx.Graph, like: Any, batch: sympy.Symbol) -> fx.Node:
@@ -270,8 +259,8 @@ def _program(
     for node in nodes:
         if (size := _size(node, batch)) is not None:
             new[node] = size
-        elif node.target in _LIKE:
-            models = {n: _empty(own, value(n), batch) for n in node.all_input_nodes if _is_model_of(n, node)}
+        elif node.target in LIKE:
+            models = {n: _empty(own, value(n), batch) for n in node.all_input_nodes if is_model_of(n, node)}
             new[node] = own.node_copy(node, (new | models).__getitem__)
         elif node.op != "placeholder":
             new[node] = own.node_copy(node, new.__getitem__)

@@ -25,6 +25,7 @@ from .errors import (
 )
 from .explain import Explanation, explain
 from .jacobian import Jacobian
+from .layout import UntoldError
 from .loss import ExampleLosses, Loss
 from .modes import differentiable_kernels, uncompiled
 from .pipeline import Pipeline, build
@@ -33,7 +34,7 @@ from .results import Clipped, join
 from .snapshot import held_by
 from .still import StandStill
 from .strategies import LOOPS
-from .verify import verify
+from .verify import refuse_mixing, verify
 
 Model = nn.Module | Callable[..., Any]
 
@@ -84,7 +85,10 @@ class Transform(Composable):
         with differentiable_kernels(o.create_graph):
             if pipeline is None:
                 return LOOPS[o.strategy](self._model, self._loss, at, o.create_graph)
-            return pipeline.jacobian(at, o)
+            try:
+                return pipeline.jacobian(at, o)
+            except UntoldError:  # this call can tell
+                return self._traced_anew(pipeline, call).jacobian(at, o)
 
     def _run(self, call: Call) -> Any:
         """The result, from those of the chunks."""
@@ -119,6 +123,13 @@ class Transform(Composable):
             self._kept_alive.append(call.module.references + others)
             return pipeline
 
+    def _traced_anew(self, pipeline: Pipeline, call: Call) -> Pipeline:
+        with self._lock:
+            known = self._pipelines[self._signature(call)]
+            if pipeline in known:
+                known.remove(pipeline)
+            return self._pipeline(call)
+
     def _warn_of_changes(self, key: Any) -> None:
         """Warn where the same inputs have been traced again and again, for something else that has changed."""
         others = [k for k, known in self._pipelines.items() if known and k[1:] == key[1:]]
@@ -134,6 +145,7 @@ class Transform(Composable):
         try:
             pipeline, sample = build(self._model, self._loss, call)
             if self._options.verify:
+                refuse_mixing(pipeline, self._loss, call)
                 verify(pipeline, self._model, self._loss, call, sample)
         except (MixedExamplesError, LossError, VerificationError):
             raise

@@ -9,8 +9,10 @@ from . import trees
 from .arguments import Options
 from .call import Call
 from .compare import largest_error
-from .errors import ANY_MODEL, VerificationError
-from .loss import ExampleLosses
+from .errors import ANY_MODEL, MixedExamplesError, VerificationError
+from .flow import where
+from .loss import ExampleLosses, Way
+from .mixing import Mixing, first_mixing
 from .pipeline import Pipeline
 from .rebind import Bound
 from .still import StandStill
@@ -45,9 +47,37 @@ def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sa
             wrong = largest_error(
                 {"": got.losses}, {"": want.losses}, half, {"": rounded.losses}
             ) or largest_error(rows, want.rows(), half, rounded.rows())
-            if wrong is not None and not (wrong[0] and _pairs_agree(rows, pipeline, model, at)):
+            if wrong is not None and not (wrong[0] and _copies_agree(rows, pipeline, model, at)):
                 raise VerificationError(_message(*wrong))
         return
+
+
+def refuse_mixing(pipeline: Pipeline, loss: ExampleLosses, call: Call) -> None:
+    """Raise where the model or the loss looks at the whole batch: what the probe saw of some may not hold for others."""
+    trace, program = pipeline.trace, pipeline.program
+    outputs = next(iter(reversed(program.module.graph.nodes))).args[0][0]  # pyright: ignore[reportIndexIssue]
+    found = first_mixing(program.module.graph, trace.inputs, outputs, trace.batch)  # pyright: ignore[reportArgumentType]
+    if found is not None:
+        raise MixedExamplesError(f"the model's output depends on {_what(found)}; {_REMEDY}")
+    if pipeline.way is not Way.BATCH:
+        return
+    with torch.no_grad(), StandStill():
+        found = pipeline.mixing_of_losses(call)
+    if found is not None:
+        raise MixedExamplesError(f"the losses depend on {_what(found)}; {_REMEDY}")
+
+
+_REMEDY = (
+    "an example's gradient is defined only where its loss depends on that example alone, and what has no effect on the first "
+    "examples may have one on others. Compute over every dimension but the batch; where you know that it never has any "
+    "effect, pass verify=False"
+)
+
+
+def _what(found: Mixing) -> str:
+    if found.of_size:
+        return f"the number of examples, or an example's place among them, through {where(found.node)}"
+    return f"{where(found.node)}, which looks at all examples of the batch at once"
 
 
 def _rounded_otherwise(at: Call) -> Call:
@@ -66,27 +96,30 @@ def _finite(rows: dict[str, Tensor]) -> bool:
     return all(bool(torch.isfinite(r).all()) for r in rows.values())
 
 
-def _pairs_agree(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Call) -> bool:
-    """Whether each row is half the gradient of its example taken twice: then a kernel at batch size 1 is at fault.
+# PyTorch's CPU batch-norm backward is wrong at batch size 1 for some memory layouts
+_WRONG_ALONE = {torch.ops.aten.batch_norm.default}
 
-    PyTorch's CPU batch-norm backward, for one, is wrong at batch size 1 for some memory layouts.
-    """
-    if any(pipeline.outputs.copied):
+
+def _copies_agree(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Call) -> bool:
+    """Whether a kernel at batch size 1 is at fault: each row is a part of the gradient of its example taken several times."""
+    graph = pipeline.program.module.graph
+    if any(pipeline.outputs.copied) or all(n.target not in _WRONG_ALONE for n in graph.nodes):
         return False
     return all(
-        _pair_agrees({k: r[b] for k, r in rows.items()}, pipeline, model, at, b) for b in range(at.batch)
+        _copies_agree_on({k: r[b] for k, r in rows.items()}, pipeline, model, at.take([b] * copies))
+        for b in range(at.batch)
+        for copies in (2, 3)
     )
 
 
-def _pair_agrees(row: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Call, b: int) -> bool:
-    twice = at.take([b, b])
-    args, kwargs = trees.as_call(twice.x)
+def _copies_agree_on(row: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Call) -> bool:
+    args, kwargs = trees.as_call(at.x)
     with torch.enable_grad():
         tensors = trees.tensors(model.fresh(at.params)(*args, **kwargs))
         if len(tensors) != len(pipeline.outputs.layouts):
             return False
-        half = pipeline.losses(tensors, twice.y, 2).sum() / 2
-        grads = torch.autograd.grad(half, [at.params[k] for k in row], allow_unused=True)
+        part = pipeline.losses(tensors, at.y, at.batch).sum() / at.batch
+        grads = torch.autograd.grad(part, [at.params[k] for k in row], allow_unused=True)
     want = {
         k: torch.zeros_like(at.params[k]) if g is None else g.to_dense()
         for k, g in zip(row, grads, strict=True)
