@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .factors import BLOCK_BYTES, Factor, Outer, Rows
 from .factors._base import slices
-from .numerics import accumulable, is_recorded, square, squared_norms
+from .fakes import is_recorded
+from .numerics import accumulable, square, squared_norms
 from .pullback import Window, is_linear, jvp, vjp, vjp_rows
 
 

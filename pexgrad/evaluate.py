@@ -13,9 +13,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.node import map_arg
 
 from .factors import Factor, Replay
+from .fakes import is_recorded
 from .flow import nodes_in
 from .layout import Anywhere, Layout
-from .numerics import is_recorded
 from .plan import Use
 from .rules.registry import GIVEN, Rule
 from .sites import Operand, Site

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 # The batch size that tracing pretends to see. Not 0, 1 or 2, which code and kernels treat specially;
@@ -54,6 +54,11 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         _hushed.depth -= 1
+
+
+def is_recorded(x: Tensor) -> bool:
+    """Whether the run is being written down as a graph, in which no shape can depend on data."""
+    return isinstance(x, FakeTensor)
 
 
 def fake(mode: FakeTensorMode, t: Tensor) -> Tensor:

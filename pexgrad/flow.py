@@ -38,6 +38,7 @@ LIKE = {
 }  # fmt: skip
 
 
+_SIZES = {aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default}
 _AS = {
     aten.type_as.default, aten.expand_as.default, aten.view_as.default, aten.reshape_as.default,
     aten.to.other,
@@ -46,6 +47,8 @@ _AS = {
 
 def is_model_of(operand: fx.Node, node: fx.Node) -> bool:
     """Whether an operation takes nothing but the shape, or the dtype, of an operand."""
+    if node.target in _SIZES:
+        return True
     return (node.target in LIKE and operand is node.args[0]) or (
         node.target in _AS and operand is not node.args[0]
     )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .errors import TraceError
+from .fakes import is_recorded
 from .flow import batch_dims, fold_factor_of
-from .numerics import is_recorded
 
 
 @dataclass(frozen=True)

@@ -228,6 +228,7 @@ class ExampleLosses:
 
     def _check_tensor(self, value: Any) -> None:
         if not isinstance(value, Tensor):
+            getattr(value, "refuse", lambda: None)()  # a part of the output that the trace does not carry
             raise LossError(f"{_name(self.loss)} returned {type(value).__name__}, not a tensor")
         if not value.is_floating_point():
             raise LossError(

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -47,6 +48,11 @@ def without_autocast(device: str) -> Any:
     if not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
+
+
+def unvalidated() -> AbstractContextManager[Any]:
+    """Without the checks of `torch.distributions` that are on by default: they read numbers, of which a trace has none."""
+    return mock.patch.object(torch.distributions.Distribution, "_validate_args", False)
 
 
 @contextlib.contextmanager

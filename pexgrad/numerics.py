@@ -11,12 +11,8 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-
-def is_recorded(x: Tensor) -> bool:
-    """Whether the run is being written down as a graph, in which no shape can depend on data."""
-    return isinstance(x, FakeTensor)
+from .fakes import is_recorded
 
 
 def may_write(*made_of: Tensor) -> bool:

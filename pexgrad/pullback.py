@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from .fakes import is_recorded
 from .flow import storage, value
 from .memory import is_injective
-from .numerics import is_recorded, real
+from .numerics import real
 from .sites import Operand
 from .trace import Trace
 
@@ -157,13 +158,33 @@ def vjp(
 def vjp_rows(
     derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...], rows: Tensor, create_graph: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same for each of rows (b, *derived.shape), one example at a time."""
+    """The same for each of rows (b, *derived.shape): all at once where autograd can, or one example at a time."""
+    together = None if create_graph or is_recorded(rows) else _vjp_together(derived, leaves, names, rows)
+    if together is not None:
+        yield from together
+        return
     found: dict[str, list[Tensor]] = {}
     for row in rows:
         for k, g in vjp(derived, leaves, names, row, create_graph):
             found.setdefault(k, []).append(g)
     for k, g in found.items():
         yield k, torch.stack(g)
+
+
+def _vjp_together(
+    derived: Tensor, leaves: dict[str, Tensor], names: tuple[str, ...], rows: Tensor
+) -> list[tuple[str, Tensor]] | None:
+    """The same in one pass through torch's own operations; None where one of them cannot take a batch of cotangents."""
+    if not is_linear(derived) or not len(rows):
+        return None
+    try:
+        grads = torch.autograd.grad(
+            [derived], [leaves[k] for k in names], [rows.to(derived.dtype)],
+            retain_graph=True, allow_unused=True, is_grads_batched=True,
+        )  # fmt: skip
+    except RuntimeError:
+        return None
+    return [(k, g) for k, g in zip(names, grads, strict=True) if g is not None]
 
 
 def jvp(

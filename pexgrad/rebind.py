@@ -22,16 +22,16 @@ from torch.utils._pytree import tree_map
 from .errors import InputError, TraceError
 
 
-def _shared(value: Any, depth: int = 3) -> Iterator[Tensor | torch.Generator]:
+def shared(value: Any, depth: int = 3) -> Iterator[Tensor | torch.Generator]:
     """In plain attributes: generators, which go on, and tensors: caches, constants, what old-style weight norm leaves behind."""
     if isinstance(value, Tensor | torch.Generator):
         yield value
-    elif depth and isinstance(value, Mapping):
-        for v in value.values():
-            yield from _shared(v, depth - 1)
-    elif depth and isinstance(value, list | tuple | set):
-        for v in value:
-            yield from _shared(v, depth - 1)
+    elif depth and isinstance(value, Mapping | list | tuple | set):
+        inside: list[Any] = []
+        with contextlib.suppress(Exception):  # a class of the user's may refuse to be gone through
+            inside = list(value.values() if isinstance(value, Mapping) else value)
+        for v in inside:
+            yield from shared(v, depth - 1)
 
 
 def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -41,7 +41,7 @@ def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         return rebind(model.module, {k.removeprefix("module."): t for k, t in tensors.items()})
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for v in _shared(vars(module)):
+        for v in shared(vars(module)):
             memo[id(v)] = v
     for name, t in named_tensors(model).items():
         memo[id(t)] = tensors.get(name, t)

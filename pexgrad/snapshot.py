@@ -76,7 +76,7 @@ def _version(t: Tensor) -> int | None:
 
 
 # attributes that every module has: what is in them is walked through by itself
-_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
+MACHINERY = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # what nothing can be changed inside of, or nothing that is looked for
 _ATOMS = frozenset({
@@ -114,7 +114,7 @@ def _note_modules(root: nn.Module, found: Snapshot, seen: set[int], *, named: bo
     for m in modules:
         held = vars(m)
         found.references.append(m)
-        _note([(k, v) for k, v in held.items() if k not in _MACHINERY], found, seen)
+        _note([(k, v) for k, v in held.items() if k not in MACHINERY], found, seen)
         for hooks in _HOOKS:
             if held.get(hooks):
                 _note(enumerate(held[hooks].values()), found, seen)
@@ -173,8 +173,16 @@ def _note(items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int]) -> 
             found.references.append(_END)
 
 
-def _inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
+def _inside(value: Any) -> list[tuple[Any, Any]] | None:
     """What a container holds, code reads, or an object is made of that is made of settings; None for any other."""
+    try:
+        found = _look_inside(value)
+        return None if found is None else list(found)
+    except Exception:  # noqa: BLE001 - a class of the user's may refuse to be gone through; then it is itself alone
+        return None
+
+
+def _look_inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
     kind = type(value)
     if kind in _CODE:
         return of_function(value) if kind is not type else of_class(value)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import sympy
@@ -103,10 +103,21 @@ class Untraced:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        self.refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        next(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Untraced)).refuse()
+
+    def refuse(self, *_: Any) -> NoReturn:
+        """Say what cannot be used."""
         raise TraceError(
-            f"the loss uses .{name} of a {self._kind} in the model's output, which has no per-example gradient; "
-            f"return tensors with a batch dimension from the model, or use {ANY_MODEL}"
+            f"the loss uses a {self._kind} in the model's output, which has no per-example gradient; return what it is computed "
+            f"from, with the batch on a dimension, and compute it in the loss, or use {ANY_MODEL}"
         )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse
+    __pow__ = __neg__ = __float__ = __bool__ = __lt__ = __gt__ = __getitem__ = __iter__ = __len__ = refuse
 
     def __repr__(self) -> str:
         return f"<{self._kind}, not carried by the trace>"

@@ -27,9 +27,10 @@ from .explain import Explanation, explain
 from .jacobian import Jacobian
 from .layout import UntoldError
 from .loss import ExampleLosses, Loss
-from .modes import differentiable_kernels, uncompiled
+from .modes import differentiable_kernels, uncompiled, unvalidated
 from .pipeline import Pipeline, build
 from .rebind import Bound, global_hooks, refuse_backward_hooks
+from .remembered import refuse_remembered
 from .results import Clipped, join
 from .snapshot import held_by
 from .still import StandStill
@@ -84,6 +85,7 @@ class Transform(Composable):
         at = call.at_leaves(attached=o.create_graph)
         with differentiable_kernels(o.create_graph):
             if pipeline is None:
+                refuse_remembered(self._model, self._loss.loss, call)
                 return LOOPS[o.strategy](self._model, self._loss, at, o.create_graph)
             try:
                 return pipeline.jacobian(at, o)
@@ -115,7 +117,7 @@ class Transform(Composable):
                     return pipeline
             refuse_backward_hooks(self._model.model)
             self._warn_of_changes(key)
-            with uncompiled():
+            with uncompiled(), unvalidated():
                 pipeline = self._build(call)
             known.insert(0, pipeline)  # it may take the place of one that no longer serves
             leaves = trees.flatten((trees.as_call(call.x), call.y))[0]
@@ -143,6 +145,7 @@ class Transform(Composable):
 
     def _build(self, call: Call) -> Pipeline:
         try:
+            refuse_remembered(self._model, self._loss.loss, call)
             pipeline, sample = build(self._model, self._loss, call)
             if self._options.verify:
                 refuse_mixing(pipeline, self._loss, call)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..numerics import accumulable, channels_last, dots, gather, into, is_recorded, may_write, weighted_pair
+from ..fakes import is_recorded
+from ..numerics import accumulable, channels_last, dots, gather, into, may_write, weighted_pair
 from . import choice
 from ._base import BLOCK_BYTES, PIECE_BYTES, Factor
 from .convolving import Geometry, convolve, grouped, joint, lower, unfold, weight_gradient, window_gram

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..numerics import accumulable, gather, into, is_recorded, may_write, real, square, weighted
+from ..fakes import is_recorded
+from ..numerics import accumulable, gather, into, may_write, real, square, weighted
 from ._base import Factor
 from .outer import Outer
 

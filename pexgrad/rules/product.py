@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ..factors import Factor, Outer, Rows
+from ..flow import value
 from .linear import together
 from .registry import register_rule
 
@@ -102,28 +103,37 @@ def mm_self(g: Tensor, mat2: Tensor, *, batch_dim: int, shape: torch.Size, dtype
     return left(g, mat2, batch_dim=batch_dim, shape=shape, dtype=dtype)
 
 
+def _conj(alpha: Any) -> Any:
+    return alpha.conjugate() if isinstance(alpha, complex) else alpha
+
+
 @register_rule(aten.addmm.default, "mat2")
 def addmm_mat2(
     g: Tensor, mat1: Tensor, *, alpha: float, batch_dim: int, shape: torch.Size, dtype: torch.dtype
 ) -> Outer:
-    return right(g * alpha, mat1, batch_dim=batch_dim, shape=shape, dtype=dtype)
+    return right(g * _conj(alpha), mat1, batch_dim=batch_dim, shape=shape, dtype=dtype)
 
 
 @register_rule(aten.addmm.default, "mat1")
 def addmm_mat1(
     g: Tensor, mat2: Tensor, *, alpha: float, batch_dim: int, shape: torch.Size, dtype: torch.dtype
 ) -> Outer:
-    return left(g * alpha, mat2, batch_dim=batch_dim, shape=shape, dtype=dtype)
+    return left(g * _conj(alpha), mat2, batch_dim=batch_dim, shape=shape, dtype=dtype)
 
 
 # --- einsum -----------------------------------------------------------------------------------------
 
 
 def _two_plain_operands(arguments: dict[str, Any]) -> bool:
-    """An equation in letters alone, none twice in one operand, of two operands."""
+    """An equation in letters alone, none twice in one operand, of two operands that agree in their sizes."""
     terms = arguments["equation"].replace(" ", "").partition("->")[0].split(",")
     letters = all(t.isalpha() and len(set(t)) == len(t) for t in terms)
-    return len(terms) == 2 and letters and all(isinstance(n, fx.Node) for n in arguments["tensors"])
+    if len(terms) != 2 or not letters or not all(isinstance(n, fx.Node) for n in arguments["tensors"]):
+        return False
+    first, second = (
+        dict(zip(t, value(n).shape, strict=True)) for t, n in zip(terms, arguments["tensors"], strict=True)
+    )
+    return all(first[c] == second[c] for c in first.keys() & second)  # a 1 is repeated
 
 
 def _parse(equation: str) -> tuple[str, str, str]:

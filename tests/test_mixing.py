@@ -1,0 +1,252 @@
+"""What looks at a whole batch is refused whatever the numbers are; what only seems to is not."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from cases.case import labels
+from oracle import assert_rows_equal, rows_of_function
+
+import pexgrad
+
+B = 6
+
+
+def squares(out, _=None):
+    return out.flatten(1).square().sum(1)
+
+
+def params():
+    torch.manual_seed(0)
+    return {"w": torch.randn(3, 4)}
+
+
+def with_capacity(p, x):
+    """An expert that takes the first so many of the batch."""
+    chosen = F.one_hot((x[:, :2]).argmax(1), 2)
+    place = (chosen.cumsum(0) * chosen).sum(1)
+    return x @ p["w"] * (1 + (place <= 100)[:, None])
+
+
+MODELS = {
+    "gain_of_the_batch": lambda p, x: (x / x.abs().max().clamp(min=100.0)) @ p["w"],
+    "gain_of_an_activation": lambda p, x: (h := x @ p["w"]) / h.detach().abs().max().clamp(min=100.0),
+    "mean_where_large": lambda p, x: x @ p["w"] + F.relu(x.mean(0) - 50).sum(),
+    "neighbours_where_far": lambda p, x: (
+        x @ p["w"] + F.relu((x - x.roll(1, 0)).abs().sum(1, keepdim=True) - 99)
+    ),
+    "filled_by_the_mean": lambda p, x: torch.where(x.isnan(), x.nanmean(0), x) @ p["w"],
+    "sorted": lambda p, x: x @ p["w"] + F.relu(x.sort(0).values - 99).sum(1, keepdim=True),
+    "pairs": lambda p, x: x @ p["w"] + F.relu(x @ x.T - 999).sum(1, keepdim=True),
+    "threshold": lambda p, x: (n := x.norm(dim=1, keepdim=True)) * 0 + x @ p["w"] * (n < 50 * n.median()),
+    "capacity": with_capacity,
+    "written_into_a_copy": lambda p, x: x.clone().add_(F.relu(x.max() - 99)) @ p["w"],
+    "from_the_fold": lambda p, x: (
+        h := (x[:, None] @ p["w"]).flatten(0, 1), h + F.relu(h.cumsum(0) - 999)
+    )[1].unflatten(0, (len(x), 1)),
+    "number_of_examples": lambda p, x: x @ p["w"] * (1 + x.shape[0] // 100),
+    "number_in_a_tensor": lambda p, x: x @ p["w"] * torch.full((), x.shape[0] - 50.0).clamp(min=1),
+    "number_counted": lambda p, x: x @ p["w"] * (torch.ones(x.shape[0]).sum() - 50).clamp(min=1),
+    "place_in_the_batch": lambda p, x: x @ p["w"] * (1 + (torch.arange(x.shape[0]) // 50)[:, None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_may_mix_is_refused(name):
+    with pytest.raises(pexgrad.MixedExamplesError, match=r"depends? on"):
+        pexgrad.per_example_grad(MODELS[name], squares)(params(), torch.randn(B, 3))
+    # the override, for those who know that it never has an effect
+    rows = pexgrad.per_example_grad(MODELS[name], squares, verify=False)(params(), x := torch.randn(B, 3))
+    assert_rows_equal(rows, rows_of_function(MODELS[name], params(), squares, x, None))
+
+
+def spread(v):
+    """The standard deviation, which one example has not."""
+    return ((v - v.mean(0)).square().sum(0) / (len(v) - 1)).sqrt().sum()
+
+
+def reading_the_batch(out, y):
+    """Data-dependent code, of which there is no graph."""
+    weight = torch.bincount(y, minlength=4)
+    return F.cross_entropy(out, y, reduction="none") / (weight[y] if int(weight.max()) > 2 else 1)
+
+
+LOSSES = {
+    "weights_of_the_classes": lambda o, y: (
+        F.cross_entropy(o, y, reduction="none") / torch.bincount(y, minlength=4)[y]
+    ),
+    "gain_of_the_batch": lambda o, y: squares(o) / o.detach().abs().max().clamp(min=100),
+    "hard_ones": lambda o, y: squares(o) * (squares(o) <= squares(o).mean() + 1e6),
+    "balanced": lambda o, y: (
+        F.cross_entropy(o, y, reduction="none") + 1e-4 * (o.softmax(1).mean(0).square()).sum()
+    ),
+    "standardised": lambda o, y: squares(o) * (y - y.double().mean()) / spread(y.double()),
+    "per_target": lambda o, y: F.cross_entropy(o, y, reduction="none") / (y != 9).sum().clamp(min=50),
+    "reads_the_batch": reading_the_batch,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_may_mix_is_refused(name):
+    x, y = torch.randn(B, 3), torch.tensor([0, 1, 2, 0, 0, 1])
+    with pytest.raises(pexgrad.MixedExamplesError):
+        pexgrad.per_example_grad(lambda p, x: x @ p["w"], LOSSES[name])(params(), x, y)
+
+
+def last_of_each(p, x, lengths):
+    return (x @ p["w"])[torch.arange(x.shape[0]), lengths]
+
+
+def last_in_the_fold(p, x, lengths):
+    h = (x @ p["w"]).flatten(0, 1)
+    return h[torch.arange(x.shape[0]) * x.shape[1] + lengths]
+
+
+def guided(p, x, lengths):
+    """Both halves of classifier-free guidance in one batch."""
+    both = torch.cat([x, torch.zeros_like(x)]) @ p["w"]
+    with_it, without = both.chunk(2)
+    return without + 3 * (with_it - without)
+
+
+def of_constants(p, x, lengths):
+    shared = torch.cat([x.new_ones(1, 3), torch.zeros_like(x[:1, 0])]) @ p["w"]
+    return x @ p["w"] + shared.sum(0)
+
+
+def of_one_constant(p, x, lengths):
+    ids = torch.arange(3)[None].expand(x.shape[0], -1)[:1]
+    return x @ p["w"] + F.embedding(ids, p["w"]).repeat(x.shape[0], 1, 1).mean(1, keepdim=True)
+
+
+LEGITIMATE = [last_of_each, last_in_the_fold, guided, of_constants, of_one_constant]
+
+
+@pytest.mark.parametrize("model", LEGITIMATE)
+def test_what_only_seems_to_mix_is_not_refused(model):
+    fn = pexgrad.per_example_grad(model, squares)
+    for batch in (B, 1, 2, 9):
+        x = torch.randn(batch, 5, 3), torch.randint(5, (batch,))
+        assert_rows_equal(fn(params(), x), rows_of_function(model, params(), squares, x, None))
+
+
+# --- folds ------------------------------------------------------------------------------------------
+
+
+def heads_by_task(p, x, task):
+    """Time-major tokens, a head for each task: most heads see none of the first examples."""
+    tokens, task = x.transpose(0, 1).flatten(0, 1), task.repeat(2)
+    out = sum((task == i)[:, None] * (tokens @ p["w"] * (i + 1.0)).sin() for i in range(4))
+    return out.unflatten(0, (2, -1)).transpose(0, 1)
+
+
+def test_a_fold_in_which_no_gradient_reaches_the_first_examples():
+    x = torch.randn(B, 2, 3), torch.tensor([0, 0, 0, 1, 2, 3])
+    rows = pexgrad.per_example_grad(heads_by_task, squares)(params(), x)
+    assert_rows_equal(rows, rows_of_function(heads_by_task, params(), squares, x, None))
+
+
+def gated(p, x):
+    """Time-major, behind a gate that is not trained: shut, no value and no gradient passes."""
+    tokens = x.transpose(0, 1).flatten(0, 1) * p["gate"].detach()
+    return (tokens @ p["w"]).unflatten(0, (2, -1)).transpose(0, 1) + p["w"][0]
+
+
+@pytest.mark.parametrize("transform", ["per_example_grad", "per_example_grad_norm", "clipped_grad"])
+def test_a_fold_that_wakes_up_later(transform):
+    made = getattr(pexgrad, transform)
+    options = {"max_norm": 1.0} if transform == "clipped_grad" else {}
+    fn, again = (made(gated, squares, **options) for _ in range(2))
+    x = torch.randn(B, 2, 3)
+    fn(params() | {"gate": torch.zeros(())}, x)
+    got, want = (f(params() | {"gate": torch.ones(())}, x) for f in (fn, again))
+    for a, b in zip(*map(torch.utils._pytree.tree_leaves, (got, want)), strict=True):
+        torch.testing.assert_close(a, b)
+    if transform == "per_example_grad":
+        assert_rows_equal(
+            {"w": got["w"]},
+            rows_of_function(lambda p, x: gated(p | {"gate": torch.ones(())}, x), params(), squares, x, None),
+        )
+
+
+# --- differences that are not numbers ---------------------------------------------------------------
+
+
+class AverageOfGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / len(g)
+
+
+def hooked(p, x):
+    h = x @ p["w"]
+    h.register_hook(lambda g: g / len(g))
+    return h * 1
+
+
+@pytest.mark.parametrize("model", [lambda p, x: AverageOfGradients.apply(x @ p["w"]), hooked])
+def test_a_gradient_that_depends_on_the_number_of_examples(model):
+    with pytest.raises(pexgrad.VerificationError, match="differs from the definition"):
+        pexgrad.per_example_grad(model, squares)(params(), torch.randn(B, 3))
+
+
+def test_a_number_where_the_definition_has_none():
+    def deviation(out, _):
+        return squares(out) / spread(out)
+
+    with pytest.raises(pexgrad.MixedExamplesError, match="nan"):
+        pexgrad.per_example_grad(lambda p, x: x @ p["w"], deviation)(params(), torch.randn(B, 3))
+
+
+def test_not_a_number_in_both():
+    def root(out, _):
+        return (out - out).sum(1).sqrt()  # gradient 0 * inf
+
+    rows = pexgrad.per_example_grad(lambda p, x: x @ p["w"], root)(params(), torch.randn(B, 3))
+    assert rows["w"].isnan().all()
+
+
+# --- what a model remembers -------------------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    def __init__(self, start):
+        super().__init__()
+        self.head, self.gate, self.last = nn.Linear(4, 3), nn.Linear(4, 2), {}
+        if start is not None:
+            self.penalty = start
+
+    def forward(self, x):
+        gate = self.gate(x).softmax(-1)
+        self.penalty = self.last["penalty"] = gate.square().mean()
+        return self.head(x) * gate[:, :1]
+
+
+@pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
+@pytest.mark.parametrize("start", [None, 0.0, torch.zeros(())])
+@pytest.mark.parametrize("where", ["penalty", "last"])
+def test_a_loss_that_reads_what_the_forward_wrote(strategy, start, where):
+    model = Routed(start)
+    losses = {
+        "penalty": lambda out, y: F.cross_entropy(out, y, reduction="none") + model.penalty,
+        "last": lambda out, y: F.cross_entropy(out, y, reduction="none") + model.last.get("penalty", 0.0),
+    }
+    fn = pexgrad.per_example_grad(model, losses[where], strategy=strategy)
+    with pytest.raises(pexgrad.LossError, match=f"reads '{where}' from the model"):
+        fn(dict(model.named_parameters()), torch.randn(B, 4), labels(B, 3))
+
+
+def test_a_loss_that_reads_a_setting_of_the_model():
+    model = nn.Linear(4, 3)
+    model.temperature = 2.0
+
+    def loss(out, y):
+        return F.cross_entropy(out / model.temperature, y, reduction="none")
+
+    assert pexgrad.per_example_grad(model, loss)(
+        dict(model.named_parameters()), torch.randn(B, 4), labels(B, 3)
+    )["bias"].shape == (B, 3)

@@ -1,0 +1,96 @@
+"""Losses that give one number: by the definition they are called for each example, and most can be taken at once."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import losses_of, rows_of
+
+import pexgrad
+from pexgrad.loss import Way
+
+smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+weight = torch.tensor([1.0, 2.0, 0.5, 3.0])
+
+
+def ids(*shape):
+    return lambda b: torch.randint(4, (b, *shape), generator=torch.Generator().manual_seed(b))
+
+
+def numbers(*shape):
+    return lambda b: torch.randn(b, *shape, generator=torch.Generator().manual_seed(b))
+
+
+# name -> (loss, targets, whether it is taken at once)
+LOSSES = {
+    "cross_entropy": (lambda o, y: F.cross_entropy(o, y), ids(), True),
+    "with_a_penalty": (lambda o, y: F.cross_entropy(o, y) + 0.1 * o.square().mean(), ids(), True),
+    "squares": (lambda o, y: ((o - y) ** 2).mean(), numbers(4), True),
+    "sum": (lambda o, y: (o.softmax(-1) * y).sum() / o.shape[-1], numbers(4), True),
+    "arithmetic": (lambda o, y: (2 * smooth(o, y) + 1).sqrt() - F.cross_entropy(o, y).exp(), ids(), True),
+    "weights": (lambda o, y: F.cross_entropy(o, y, weight=weight), ids(), True),
+    "gathered": (lambda o, y: -o.log_softmax(1).gather(1, y[:, None]).mean(), ids(), True),
+    "folded": (lambda o, y: F.cross_entropy(o.repeat_interleave(5, 0), y.flatten()), ids(5), True),
+    "folded_and_ignored": (
+        lambda o, y: F.cross_entropy(o.repeat_interleave(5, 0), y.reshape(-1), ignore_index=0), ids(5), True,
+    ),
+    "class_probabilities": (lambda o, y: F.cross_entropy(o, y.softmax(1)), numbers(4), True),
+    "huber": (lambda o, y: F.huber_loss(o, y, reduction="sum", delta=0.3), numbers(4), True),
+    "constant_added": (lambda o, y: F.mse_loss(o, y) + weight.sum(), numbers(4), True),
+    "a_maximum": (lambda o, y: o.max(), ids(), False),
+    "a_norm": (lambda o, y: o.norm(), ids(), False),
+    "by_the_batch": (lambda o, y: F.mse_loss(o, y, reduction="sum") / len(o), numbers(4), False),
+    "branches": (
+        lambda o, y: F.cross_entropy(o, y) if F.cross_entropy(o, y) > 1 else o.mean(), ids(), False,
+    ),
+    "centred": (lambda o, y: (o - o.mean(0)).square().mean() + o.sum(), ids(), False),
+    "a_number_times_a_vector": (lambda o, y: (F.cross_entropy(o, y) * o).sum(), ids(), False),
+    "a_hidden_mean": (lambda o, y: F.relu(o - o.detach().mean(0) - 99).mean() + o.mean(), ids(), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_example_has_its_own_number(name):
+    torch.manual_seed(0)
+    loss, targets, together = LOSSES[name]
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+    params, fn = dict(model.named_parameters()), pexgrad.per_example_value_and_grad(model, loss)
+    for b in (6, 1, 4, 2, 5):
+        x, y = torch.randn(b, 3), targets(b)
+        losses, rows = fn(params, x, y)
+        torch.testing.assert_close(losses, losses_of(model, loss, x, y), equal_nan=True)
+        want = rows_of(model, loss, x, y)
+        for k in params:
+            torch.testing.assert_close(rows[k], want[k], equal_nan=True)
+    ways = {pipeline.way for known in fn._pipelines.values() for pipeline in known}
+    assert ways == {Way.REDUCED if together else Way.SLICES}
+
+
+def test_a_loss_that_changes_its_code_later():
+    """What was made of reductions when it was traced, and is something else now, is called for each example."""
+    model, kind = nn.Linear(3, 4), {"now": "mean"}
+
+    def loss(out, y):
+        mean = (out - y).square().mean()
+        return mean if kind["now"] == "mean" else (mean * out).sum()
+
+    fn, x, y = pexgrad.per_example_grad(model, loss), torch.randn(4, 3), torch.randn(4, 4)
+    params = dict(model.named_parameters())
+    for now in ("mean", "product", "mean"):
+        kind["now"] = now
+        want = rows_of(model, loss, x, y)
+        for k, r in fn(params, x, y).items():
+            torch.testing.assert_close(r, want[k])
+
+
+def test_a_flat_graph_of_such_a_loss_takes_any_batch():
+    model = nn.Linear(3, 4)
+    fn = pexgrad.per_example_grad(model, LOSSES["cross_entropy"][0])
+    params = dict(model.named_parameters())
+    graph = fn.lower(params, torch.randn(5, 3), ids()(5))
+    assert graph.meta["batch"] == "any"
+    for b in (5, 1, 8):
+        x, y = torch.randn(b, 3), ids()(b)
+        want = rows_of(model, F.cross_entropy, x, y)
+        for k, r in graph(params, x, y).items():
+            torch.testing.assert_close(r, want[k])
