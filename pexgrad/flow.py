@@ -76,7 +76,7 @@ class Flow:
 
     def batched(self, node: fx.Node) -> bool:
         """Whether the node's value belongs to examples."""
-        return self.states[node].from_input or bool(batch_dims(value(node), self.batch))
+        return self.states[node].from_input or is_of_batch(value(node), self.batch)
 
 
 def value(node: fx.Node) -> Any:
@@ -94,6 +94,13 @@ def batch_dims(val: Any, batch: Any) -> tuple[int, ...]:
     if not isinstance(val, Tensor):
         return ()
     return tuple(i for i, n in enumerate(val.shape) if has_batch(n, batch))
+
+
+def is_of_batch(val: Any, batch: Any) -> bool:
+    """Whether a fake value, or one among several, has the batch size in its shape."""
+    if isinstance(val, tuple | list):
+        return any(is_of_batch(v, batch) for v in val)
+    return bool(batch_dims(val, batch))
 
 
 def fold_factor_of(val: Any, batch: Any) -> int | None:

@@ -128,7 +128,7 @@ def _counts(node: fx.Node, batch: Any) -> bool:
 
 
 # operands that are places, and not numbers that go into the result
-_PLACES = frozenset({"indices", "index"})
+_PLACES = frozenset({"indices", "index", "offsets", "repeats"})
 
 
 def _as_numbers(node: fx.Node, read: list[fx.Node]) -> list[fx.Node]:

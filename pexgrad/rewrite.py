@@ -19,7 +19,17 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
-from .flow import Flow, analyse, batch_dims, is_differentiable, mutated_operands, storage, value, where
+from .flow import (
+    Flow,
+    analyse,
+    batch_dims,
+    is_differentiable,
+    is_of_batch,
+    mutated_operands,
+    storage,
+    value,
+    where,
+)
 from .memory import storage_of
 from .opaque import settle_hooks
 from .trace import FROM_GRAPH, Trace, Untraced
@@ -59,7 +69,7 @@ def parameter_operands(node: fx.Node, flow: Flow) -> list[fx.Node]:
     return [
         n
         for n, s in flow.operands[node].items()
-        if s.params and not s.from_input and not batch_dims(value(n), flow.batch)
+        if s.params and not s.from_input and not is_of_batch(value(n), flow.batch)
     ]
 
 

@@ -92,13 +92,14 @@ def test_examples_mixed_by_the_loss():
     assert "alone" in refusal(nn.Linear(4, 5), torch.randn(3, 4), None, loss)
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_loss_divided_by_something_of_the_whole_batch(verify):
+def test_a_loss_divided_by_something_of_the_whole_batch():
+    """What its form would tell, with `verify`, the first targets that differ tell without it."""
+
     def loss(out, y):
         return torch.nn.functional.cross_entropy(out, y, reduction="none") / (1 + y.max())
 
     model = nn.Linear(4, 5)
-    fn = pexgrad.per_example_grad(model, loss, verify=verify)
+    fn = pexgrad.per_example_grad(model, loss, verify=False)
     params, x = dict(model.named_parameters()), torch.randn(4, 4)
     fn(params, x, torch.tensor([2, 2, 2, 2]))  # which tells nothing
     with pytest.raises(pexgrad.MixedExamplesError, match="alone"):
