@@ -192,11 +192,18 @@ def _told_by_values(
     left = list(edges)
     for b in range(sample.batch):
         after = _all_values(program, _with_others_changed(sample, b, generator))
-        for i, (_, out) in enumerate(activations):
-            if len(left[i]) > 1 and out in before:
-                still = [at for at in left[i] if not _moves(at, before[out], after[out], sample.batch, b)]
+        for i, (site, out) in enumerate(activations):
+            seen = _where_data_meets(out) if site.is_copies else out
+            if len(left[i]) > 1 and seen in before:
+                still = [at for at in left[i] if not _moves(at, before[seen], after[seen], sample.batch, b)]
                 left[i] = still or left[i]
     return left
+
+
+def _where_data_meets(copies: fx.Node) -> fx.Node:
+    """The operation that a parameter was expanded for: the copies themselves are the same whatever the examples are."""
+    same = (n for n in copies.users if isinstance(value(n), Tensor) and value(n).shape == value(copies).shape)
+    return next(same, copies)
 
 
 def _all_values(program: Program, call: Call) -> dict[fx.Node, Tensor]:

@@ -366,3 +366,30 @@ def test_class_weights_by_labels_of_a_byte():
     loss = nn.CrossEntropyLoss(weight=torch.rand(3) + 0.5)
     fn = pexgrad.per_example_grad(model, loss)
     assert_rows_equal(fn(dict(model.named_parameters()), x, y.byte()), rows_of(model, loss, x, y))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, y: out["loss"],
+        lambda out, y: out["logits"].sum(1) + out["loss"],
+        lambda out, y: 2 * out["loss"],
+        lambda out, y: torch.exp(out["loss"]),
+        lambda out, y: out["loss"].sqrt(),
+    ],
+)
+def test_a_loss_that_the_model_has_averaged_itself(loss):
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x, y):
+            logits = self.head(x)
+            return {"loss": F.cross_entropy(logits, y), "logits": logits}
+
+    model = WithLoss()
+    with pytest.raises(pexgrad.TraceError, match=r"depends on the whole batch .*compute it in the loss"):
+        pexgrad.per_example_grad(model, loss)(
+            dict(model.named_parameters()), (torch.randn(4, 4), torch.arange(4) % 3)
+        )

@@ -9,6 +9,8 @@ from oracle import assert_rows_equal, rows_of_function
 
 import pexgrad
 
+pytestmark = pytest.mark.usefixtures("double")
+
 B = 6
 
 

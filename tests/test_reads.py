@@ -459,3 +459,29 @@ class Model(nn.Module):
     space["SCALE"] = 3.0
     assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
     assert fn.trace_count == 2
+
+
+class WithoutLength(tuple):
+    def __len__(self):
+        raise NotImplementedError
+
+
+class WithoutItems(dict):
+    def items(self):
+        raise KeyError
+
+    values = __iter__ = items
+
+
+class WithoutIteration(list):
+    def __iter__(self):
+        raise OSError
+
+
+@pytest.mark.parametrize("held", [WithoutLength((1, 2)), WithoutItems(a=1), WithoutIteration([1])])
+def test_objects_that_refuse_to_be_gone_through(held):
+    model = nn.Linear(4, 3)
+    model.held = held
+    x, y = torch.randn(4, 4), torch.arange(4) % 3
+    rows = pexgrad.per_example_grad(model)(dict(model.named_parameters()), x, y)
+    assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))

@@ -9,8 +9,10 @@ from oracle import losses_of, rows_of
 import pexgrad
 from pexgrad.loss import Way
 
+pytestmark = pytest.mark.usefixtures("double")
+
 smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
-weight = torch.tensor([1.0, 2.0, 0.5, 3.0])
+weight = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 
 
 def ids(*shape):

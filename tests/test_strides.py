@@ -8,6 +8,8 @@ from torch import nn
 
 import pexgrad
 
+pytestmark = pytest.mark.usefixtures("double")
+
 
 def named(model):
     return dict(model.named_parameters())

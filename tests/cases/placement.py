@@ -215,3 +215,42 @@ def one_forward_for_each_example(b):
 def vmap_inside_forward(b):
     net = Net(lambda s, x: torch.vmap(lambda example: torch.tanh(s.w @ example))(x), w=param(3, 4))
     return net, torch.randn(b, 4), None, wave
+
+
+@case("fold")
+def heads_by_task(b):
+    """Time-major tokens, a head for each task: no token of the first examples reaches most of them."""
+
+    def forward(s, x, task):
+        tokens, task = x.transpose(0, 1).flatten(0, 1), task.repeat(2)
+        out = sum((task == i)[:, None] * head(tokens).tanh() for i, head in enumerate(s.heads))
+        return out.unflatten(0, (2, -1)).transpose(0, 1)
+
+    heads = nn.ModuleList(nn.Linear(3, 4) for _ in range(4))
+    return Net(forward, heads=heads), (torch.randn(b, 2, 3), (torch.arange(b) + 1) // 3), None, wave
+
+
+@case("fold")
+def last_of_a_fold(b):
+    """Gradients arrive at one position of each example alone, which by itself would fit either order of the fold."""
+
+    def forward(s, x):
+        h = torch.addmm(s.bias, x.flatten(0, 1), s.weight).tanh().unflatten(0, (-1, 7))
+        return h[torch.arange(x.shape[0]), -1]
+
+    return Net(forward, bias=param(5), weight=param(4, 5)), torch.randn(b, 7, 4), None, wave
+
+
+@case("fold")
+def values_of_the_inputs_kind(b):
+    """Tensors that take a shape, a dtype or a number of examples from the inputs, and none of their data."""
+
+    def forward(s, x):
+        n = x.shape[0]
+        shared = (
+            s.a(x.new_zeros(1, 4)) + s.a(torch.ones_like(x[:1])) + s.e(torch.zeros(n, 2).long()[0]).sum(0)
+        )
+        prompt = s.e(torch.arange(2)[None].expand(n, -1)[:1]).repeat(n, 1, 1)
+        return s.a(x) * shared + prompt.sum(1)
+
+    return Net(forward, a=nn.Linear(4, 4), e=nn.Embedding(3, 4)), torch.randn(b, 4), None, wave

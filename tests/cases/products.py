@@ -232,3 +232,23 @@ def convolution_with_kernels_of_the_example(b):
         return out.view(x.shape[0], -1, *out.shape[2:])
 
     return of(forward, torch.randn(b, 2, 4, 5), route=nn.Linear(2, 3), experts=param(3, 4, 2, 2, 2))
+
+
+@case("product")
+def einsum_that_repeats(b):
+    """A letter of size 1 in one operand stands for all of the other's."""
+    return of(
+        lambda s, x: torch.einsum("bti,io->bto", torch.einsum("bti,bij->btj", x, s.w).tanh(), s.v),
+        torch.randn(b, 2, 4),
+        w=param(1, 4, 3),
+        v=param(1, 5),
+    )
+
+
+@case("product")
+def addmm_with_a_complex_alpha(b):
+    def forward(s, x):
+        x, w, c = torch.complex(x, x.sin()), torch.view_as_complex(s.w), torch.view_as_complex(s.c)
+        return torch.view_as_real(torch.addmm(c, x, w, alpha=1 + 2j)).flatten(1)
+
+    return of(forward, torch.randn(b, 4), w=param(4, 3, 2), c=param(3, 2))

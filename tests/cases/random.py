@@ -81,3 +81,16 @@ def recurrent_with_dropout(b):
         out=nn.Linear(4, 5),
     )
     return net, ids(b, 4, 7), labels(b), F.cross_entropy
+
+
+@case("random")
+def distribution_inside_forward(b):
+    """Its checks, which are on by default, would read numbers from activations."""
+
+    def forward(s, x):
+        mean, scale = s.lin(x).chunk(2, 1)
+        belief = torch.distributions.Normal(mean, scale.exp())
+        drawn = belief.rsample()
+        return torch.cat([s.out(drawn), belief.log_prob(drawn)], 1)
+
+    return Net(forward, lin=nn.Linear(4, 6), out=nn.Linear(3, 2)), torch.randn(b, 4), None, wave
