@@ -43,7 +43,7 @@ class Options:
             per example) or `"naive"` (a loop): Rochette et al., arXiv 1912.06015, section 3.
         chunk_size: work through the batch this many examples at a time; the same answer in less memory.
         create_graph: make the result differentiable in `params` and `x`.
-        verify: check a new trace against the definition on two examples.
+        verify: check a new trace against the definition on two examples, and refuse what looks at the whole batch.
         conv_rule: how rows of convolution weights are computed: `"auto"` (by a fitted model of their costs),
             `"measure"` (the fastest of them, timed once for each shape), `"grouped"` (the paper's), `"unfold"`, `"loop"`.
     """

@@ -173,18 +173,28 @@ class ExampleLosses:
         same = largest_error({"": together.detach()}, {"": self.of_slices(slices, y, batch).detach()}) is None
         return Way.REDUCED if same else Way.SLICES
 
-    def of_reductions(self, output: Any, y: Any, batch: Any) -> Tensor:
+    def of_reductions(self, output: Any, y: Any, batch: Any, known: list[Any] | None = None) -> Tensor:
         """(b,): a loss that gives one number, its reductions taken for each example.
+
+        `known` are the steps that it was seen to take: a coefficient may lead its code another way.
 
         Raises:
             NotPerExample: where the loss does anything else.
         """
-        mode = OverExamples(batch, trees.tensors((output, y)), _PER_EXAMPLE)
-        with mode:
-            value = self.loss(output, y)
-        if not mode.are_numbers(value) or not value.is_floating_point():
+        value, mode = self._reduced(output, y, batch)
+        other_way = known is not None and mode.steps != known
+        if other_way or not mode.are_numbers(value) or not value.is_floating_point():
             raise NotPerExample
         return value
+
+    def steps(self, output: Any, y: Any, batch: Any) -> list[Any]:
+        """The functions that the loss calls, in their order."""
+        return self._reduced(output, y, batch)[1].steps
+
+    def _reduced(self, output: Any, y: Any, batch: Any) -> tuple[Any, OverExamples]:
+        mode = OverExamples(batch, trees.tensors((output, y)), _PER_EXAMPLE)
+        with mode:
+            return self.loss(output, y), mode
 
     def refuse_mixing(self, together: Tensor, slices: Slices, y: Any, first: int) -> None:
         """Raise where the losses (B,) of a batch are not those of the first examples by themselves."""

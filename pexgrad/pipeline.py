@@ -31,10 +31,23 @@ from .rehearsal import rehearsed
 from .rewrite import Output, rewrite
 from .sample import alike, draw, still_alike
 from .sites import Operand, Site, find_sites
-from .snapshot import Held, Place
+from .snapshot import Held, Place, Snapshot, snapshot
 from .still import StandStill
 from .tap import Program, Slots, tap
 from .trace import Trace, trace
+
+
+@dataclass(frozen=True, eq=False)
+class SeenLoss:
+    """The code of a loss whose reductions were looked at, which may change between calls."""
+
+    code: Snapshot
+    steps: list[Any]
+
+    def is_of(self, loss: ExampleLosses) -> bool:
+        """Whether the loss is still made of the same."""
+        return snapshot(loss.loss).same_code(self.code)
+
 
 # losses of one example that are worth computing once, when a model is traced
 MANY_LOSSES = 256
@@ -75,6 +88,7 @@ class Pipeline:
     windows: dict[fx.Node, Window | None]
     loss: ExampleLosses
     way: Way
+    seen: SeenLoss | None  # for `Way.REDUCED`
     alike: tuple[int, ...]  # of the compared tensors, those that the examples could not tell apart so far
     held: dict[Place, Held]  # tensors beside parameters and buffers that the trace is made of
 
@@ -157,9 +171,9 @@ class Pipeline:
             return losses
         if self.way is Way.BATCH:
             return self.loss.of_batch(output, y, batch)
-        if self.way is Way.REDUCED:
+        if self.seen is not None and self.seen.is_of(self.loss):
             with contextlib.suppress(NotPerExample):
-                return self.loss.of_reductions(output, y, batch)
+                return self.loss.of_reductions(output, y, batch, self.seen.steps)
         return self.loss.of_slices(lambda b: self.outputs.example(tensors, batch, b), y, batch)
 
 
@@ -190,10 +204,10 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
         outputs = Outputs(traced, layouts.outputs, [k is Output.COPIED for k in kinds])
         if call.batch > sample.batch:
             refuse_mixing_in(call.at_leaves(), traced, program, layouts.outputs)
-        way = _way(loss, program, outputs, sample)
+        way, seen = _way(loss, program, outputs, sample)
     bound = _bind(traced, sites, uses, program.slots, layouts)
     same = alike(sample, targets=way is Way.BATCH)
-    return Pipeline(traced, program, bound, outputs, windows, loss, way, same, held), sample
+    return Pipeline(traced, program, bound, outputs, windows, loss, way, seen, same, held), sample
 
 
 def _trace_serving(model: Bound, call: Call) -> Trace:
@@ -213,19 +227,24 @@ def _layouts(traced: Trace, sites: list[Site], program: Program, sample: Call) -
     return probe(traced, sites, program, sample)
 
 
-def _way(loss: ExampleLosses, program: Program, outputs: Outputs, sample: Call) -> Way:
+def _way(
+    loss: ExampleLosses, program: Program, outputs: Outputs, sample: Call
+) -> tuple[Way, SeenLoss | None]:
     if any(outputs.copied) or sample.batch < 2:
-        return Way.SLICES
+        return Way.SLICES, None
     forward = program.run(sample.values())
     tensors = [t.detach() for t in forward.outputs]
     if _by_reduction(loss, outputs, outputs.whole(tensors), sample.y) is not None:
-        return Way.SLICES
+        return Way.SLICES, None
     one = lambda b: outputs.example(tensors, sample.batch, b)  # noqa: E731
     # copies: the loss may write into what it is given
-    way = loss.way(lambda: outputs.whole([t.clone() for t in tensors]), one, sample.y, sample.batch)
-    if way is Way.REDUCED and not _reduces_always(loss, outputs, tensors, sample.y):
-        return Way.SLICES
-    return way
+    copy = lambda: outputs.whole([t.clone() for t in tensors])  # noqa: E731
+    way = loss.way(copy, one, sample.y, sample.batch)
+    if way is not Way.REDUCED:
+        return way, None
+    if not _reduces_always(loss, outputs, tensors, sample.y):
+        return Way.SLICES, None
+    return way, SeenLoss(snapshot(loss.loss), loss.steps(copy(), sample.y, sample.batch))
 
 
 def _reduces_always(loss: ExampleLosses, outputs: Outputs, tensors: list[Tensor], y: Any) -> bool:

@@ -50,6 +50,7 @@ class OverExamples(TorchFunctionMode):
         # by identity, and kept alive, so that none takes another's
         self._of_examples = {id(t): t for t in tensors}
         self._numbers: dict[int, Tensor] = {}
+        self.steps: list[Any] = []  # the functions called so far
 
     def are_numbers(self, result: Any) -> bool:
         """Whether a result is one number for each example."""
@@ -57,6 +58,7 @@ class OverExamples(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.steps.append(func)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if any(id(t) in self._numbers for t in given):
             if func in _ARITHMETIC and all(id(t) in self._numbers or not t.dim() for t in given):

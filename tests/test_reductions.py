@@ -70,16 +70,18 @@ def test_each_example_has_its_own_number(name):
 
 def test_a_loss_that_changes_its_code_later():
     """What was made of reductions when it was traced, and is something else now, is called for each example."""
-    model, kind = nn.Linear(3, 4), {"now": "mean"}
+    model, kind = nn.Linear(3, 4), {"now": "mean", "scale": 1.0}
 
     def loss(out, y):
-        mean = (out - y).square().mean()
+        mean = (out - y).square().mean() * kind["scale"]
+        if kind["now"] == "centred" or kind["scale"] > 5:
+            return (out - out.mean(0)).square().mean() + out.mean()
         return mean if kind["now"] == "mean" else (mean * out).sum()
 
     fn, x, y = pexgrad.per_example_grad(model, loss), torch.randn(4, 3), torch.randn(4, 4)
     params = dict(model.named_parameters())
-    for now in ("mean", "product", "mean"):
-        kind["now"] = now
+    for i, now in enumerate(["mean", "product", "mean", "centred", "mean", "mean"]):
+        kind |= {"now": now, "scale": 1.0 + i}
         want = rows_of(model, loss, x, y)
         for k, r in fn(params, x, y).items():
             torch.testing.assert_close(r, want[k])
