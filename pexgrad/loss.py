@@ -159,19 +159,26 @@ class ExampleLosses:
             return Way.SLICES
         self._check_tensor(value)
         if value.dim() == 0:
-            return self._way_of_scalar(output(), slices, y, batch)
+            return Way.SLICES
         self._check_shape(value, batch)
         together = value.reshape(batch, -1).sum(1)
         self.refuse_mixing(together, slices, y, batch)
         return Way.BATCH
 
-    def _way_of_scalar(self, output: Any, slices: Slices, y: Any, batch: int) -> Way:
+    def reduces(self, output: Any, slices: Slices, y: Any, batch: int) -> bool | None:
+        """Whether reductions give each example its own number; None where the loss takes no such output, or tells none apart."""
         try:
-            together = self.of_reductions(output, y, batch)
+            alone = self.of_slices(slices, y, batch).detach()
+        except Exception:  # noqa: BLE001 - numbers that are no probabilities, say
+            return None
+        numbers = alone[alone.isfinite()]  # an example whose targets are all ignored has none
+        if len(numbers) < 2 or bool((numbers - numbers[0]).abs().max() <= 1e-4 * numbers.abs().max()):
+            return None
+        try:
+            together = self.of_reductions(output, y, batch).detach()
         except Exception:  # noqa: BLE001 - whatever it is, the definition does without
-            return Way.SLICES
-        same = largest_error({"": together.detach()}, {"": self.of_slices(slices, y, batch).detach()}) is None
-        return Way.REDUCED if same else Way.SLICES
+            return False
+        return largest_error({"": together}, {"": alone}) is None
 
     def of_reductions(self, output: Any, y: Any, batch: Any, known: list[Any] | None = None) -> Tensor:
         """(b,): a loss that gives one number, its reductions taken for each example.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -29,7 +29,7 @@ from .rebind import Bound
 from .reductions import NotPerExample
 from .rehearsal import rehearsed
 from .rewrite import Output, rewrite
-from .sample import alike, draw, still_alike
+from .sample import alike, draw, shrunk, still_alike, varied
 from .sites import Operand, Site, find_sites
 from .snapshot import Held, Place, Snapshot, snapshot
 from .still import StandStill
@@ -240,21 +240,32 @@ def _way(
     # copies: the loss may write into what it is given
     copy = lambda: outputs.whole([t.clone() for t in tensors])  # noqa: E731
     way = loss.way(copy, one, sample.y, sample.batch)
-    if way is not Way.REDUCED:
+    if way is Way.BATCH or not outputs.plain():
         return way, None
-    if not _reduces_always(loss, outputs, tensors, sample.y):
-        return Way.SLICES, None
-    return way, SeenLoss(snapshot(loss.loss), loss.steps(copy(), sample.y, sample.batch))
+    for change in (varied, shrunk):
+        seen = _reduces(loss, outputs, change(tensors), sample)
+        if seen is not None:
+            return (Way.REDUCED, seen) if seen else (way, None)
+    return way, None
 
 
-def _reduces_always(loss: ExampleLosses, outputs: Outputs, tensors: list[Tensor], y: Any) -> bool:
-    """Whether reductions give each example its own number whatever the numbers are, for every batch size."""
-    if not outputs.plain():
-        return False
+def _reduces(
+    loss: ExampleLosses, outputs: Outputs, tensors: list[Tensor], sample: Call
+) -> SeenLoss | Literal[False] | None:
+    """Whether reductions give each example its own number, for every batch size; None where these outputs do not tell.
+
+    They are changed ones, in which no two numbers are alike: those of a model that has learned nothing yet tell nothing.
+    """
+    y, batch = sample.y, sample.batch
+    copy = lambda: outputs.whole([t.clone() for t in tensors])  # noqa: E731
+    same = loss.reduces(copy(), lambda b: outputs.example(tensors, batch, b), y, batch)
+    if not same:
+        return None if same is None else False
     try:
-        return mixing_in(loss.of_reductions, outputs.trace.output, tensors, y) is None
+        always = mixing_in(loss.of_reductions, outputs.trace.output, tensors, y) is None
     except Exception:  # noqa: BLE001 - the loss may do what no graph can
         return False
+    return SeenLoss(snapshot(loss.loss), loss.steps(copy(), y, batch)) if always else False
 
 
 def _bind(

@@ -88,6 +88,20 @@ def normal_like(t: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(t.shape, generator=generator, device="cpu").to(t.device, t.dtype)
 
 
+def varied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers with noise, so that no two are alike."""
+    generator = torch.Generator().manual_seed(0)
+    return [t + _noise(t, generator) if _is_numbers(t) else t for t in tensors]
+
+
+def shrunk(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers that are each a little nearer to zero: probabilities stay probabilities."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        t * (1 - 0.2 * normal_like(t, generator).abs().clamp(max=4)) if _is_numbers(t) else t for t in tensors
+    ]
+
+
 def _varied(t: Tensor, start: int, generator: torch.Generator, scramble: bool) -> Tensor:
     """`t` with other examples from `start` on: with noise on numbers; with `scramble`, with values from elsewhere in `t`."""
     out, part = t.clone(), t[start:]

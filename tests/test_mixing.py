@@ -5,9 +5,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from cases.case import labels
-from oracle import assert_rows_equal, rows_of_function
+from oracle import assert_rows_equal, rows_of, rows_of_function
 
 import pexgrad
+from pexgrad.layout import Untold
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -148,27 +149,35 @@ def test_a_fold_in_which_no_gradient_reaches_the_first_examples():
     assert_rows_equal(rows, rows_of_function(heads_by_task, params(), squares, x, None))
 
 
-def gated(p, x):
-    """Time-major, behind a gate that is not trained: shut, no value and no gradient passes."""
-    tokens = x.transpose(0, 1).flatten(0, 1) * p["gate"].detach()
-    return (tokens @ p["w"]).unflatten(0, (2, -1)).transpose(0, 1) + p["w"][0]
+class Gated(nn.Module):
+    """Time-major, behind a gate that is a buffer: shut, no value and no gradient passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.behind = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.register_buffer("gate", torch.zeros(()))
+
+    def forward(self, x):
+        tokens = self.behind(x.transpose(0, 1).flatten(0, 1)[:, :1].expand(-1, 4) * self.gate) * self.gate
+        return tokens.unflatten(0, (2, -1)).transpose(0, 1) + self.before(x)
 
 
 @pytest.mark.parametrize("transform", ["per_example_grad", "per_example_grad_norm", "clipped_grad"])
 def test_a_fold_that_wakes_up_later(transform):
-    made = getattr(pexgrad, transform)
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(B, 2, 3)
     options = {"max_norm": 1.0} if transform == "clipped_grad" else {}
-    fn, again = (made(gated, squares, **options) for _ in range(2))
-    x = torch.randn(B, 2, 3)
-    fn(params() | {"gate": torch.zeros(())}, x)
-    got, want = (f(params() | {"gate": torch.ones(())}, x) for f in (fn, again))
-    for a, b in zip(*map(torch.utils._pytree.tree_leaves, (got, want)), strict=True):
+    fn, again = (getattr(pexgrad, transform)(model, squares, **options) for _ in range(2))
+    params = dict(model.named_parameters())
+    fn(params, x)
+    layouts = [at for known in fn._pipelines.values() for p in known for s in p.sites for at in s.layouts]
+    assert any(isinstance(at, Untold) for at in layouts)
+    model.gate.fill_(1)
+    got, want = (torch.utils._pytree.tree_leaves(f(params, x)) for f in (fn, again))
+    for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
     if transform == "per_example_grad":
-        assert_rows_equal(
-            {"w": got["w"]},
-            rows_of_function(lambda p, x: gated(p | {"gate": torch.ones(())}, x), params(), squares, x, None),
-        )
+        assert_rows_equal(dict(zip(params, got, strict=True)), rows_of(model, squares, x, None))
 
 
 # --- differences that are not numbers ---------------------------------------------------------------

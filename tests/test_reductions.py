@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from oracle import losses_of, rows_of
+from oracle import assert_rows_equal, losses_of, rows_of
 
 import pexgrad
 from pexgrad.loss import Way
@@ -38,6 +38,12 @@ LOSSES = {
     ),
     "class_probabilities": (lambda o, y: F.cross_entropy(o, y.softmax(1)), numbers(4), None),
     "huber": (lambda o, y: F.huber_loss(o, y, reduction="sum", delta=0.3), numbers(4), True),
+    "probabilities": (
+        lambda o, y: F.binary_cross_entropy(o.sigmoid(), y.sigmoid()), numbers(4), True,
+    ),
+    "time_major": (
+        lambda o, y: F.cross_entropy(o.expand(5, -1, -1).flatten(0, 1), y.t().flatten()), ids(5), False,
+    ),
     "constant_added": (lambda o, y: F.mse_loss(o, y) + weight.sum(), numbers(4), True),
     "a_maximum": (lambda o, y: o.max(), ids(), False),
     "a_norm": (lambda o, y: o.norm(), ids(), False),
@@ -66,6 +72,40 @@ def test_each_example_has_its_own_number(name):
             torch.testing.assert_close(rows[k], want[k], equal_nan=True)
     ways = {pipeline.way for known in fn._pipelines.values() for pipeline in known}
     assert together is None or ways == {Way.REDUCED if together else Way.SLICES}
+
+
+@pytest.mark.parametrize("order", ["batch first", "time major"])
+def test_a_fold_that_the_outputs_of_a_fresh_model_do_not_tell(order):
+    """All logits are zero: either order of the fold gives every example the same loss."""
+
+    class Fresh(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 8)
+            self.register_buffer("gate", torch.zeros(()))
+
+        def forward(self, x):
+            return (self.gate * self.head(x)).unflatten(1, (2, 4))
+
+    def loss(out, y):
+        if order == "time major":
+            return F.cross_entropy(out.transpose(0, 1).flatten(0, 1), y.t().flatten())
+        return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+    model = Fresh()
+    fn = pexgrad.per_example_grad(model, loss)
+    for gate in (0, 1):
+        model.gate.fill_(gate)
+        x, y = torch.randn(6, 3), ids(2)(6)
+        assert_rows_equal(fn(dict(model.named_parameters()), x, y), rows_of(model, loss, x, y))
+
+
+def test_probabilities_that_the_model_gives():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid())
+    x, y = torch.randn(6, 3), torch.rand(6, 4)
+    fn = pexgrad.per_example_grad(model, lambda o, y: F.binary_cross_entropy(o, y))
+    assert_rows_equal(fn(dict(model.named_parameters()), x, y), rows_of(model, F.binary_cross_entropy, x, y))
+    assert [p.way for known in fn._pipelines.values() for p in known] == [Way.REDUCED]
 
 
 def test_a_loss_that_changes_its_code_later():
