@@ -36,6 +36,11 @@ LOSSES = {
     "folded_and_ignored": (
         lambda o, y: F.cross_entropy(o.repeat_interleave(5, 0), y.reshape(-1), ignore_index=0), ids(5), True,
     ),
+    "shifted": (
+        lambda o, y: F.cross_entropy(
+            o[:, None].expand(-1, 5, -1)[:, :-1].flatten(0, 1), y[:, 1:].flatten()
+        ), ids(5), True,
+    ),
     "class_probabilities": (lambda o, y: F.cross_entropy(o, y.softmax(1)), numbers(4), None),
     "huber": (lambda o, y: F.huber_loss(o, y, reduction="sum", delta=0.3), numbers(4), True),
     "probabilities": (
