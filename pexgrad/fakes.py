@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 # The batch size that tracing pretends to see. Not 0, 1 or 2, which code and kernels treat specially;
 # collisions with other sizes do no harm, for only the batch is symbolic.
@@ -61,16 +61,22 @@ def is_recorded(x: Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def symbolic_mode(kind: type[FakeTensorMode] = FakeTensorMode) -> tuple[FakeTensorMode, ShapeEnv]:
+    """A mode in which sizes may be symbolic, 0 and 1 among what they may be, and equal ones are one symbol; and their guards."""
+    env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
+    return kind(shape_env=env, allow_non_fake_inputs=True), env
+
+
 def fake(mode: FakeTensorMode, t: Tensor) -> Tensor:
     """`t` without its numbers, all of its sizes fixed."""
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.STATIC] * t.dim())
     return mode.from_tensor(t.detach(), symbolic_context=context)
 
 
-def fake_batch(mode: FakeTensorMode, t: Tensor, batch: int = HINT, *, symbolic: bool = True) -> Tensor:
+def fake_batch(mode: FakeTensorMode, t: Tensor, batch: int = HINT, *, fixed: bool = False) -> Tensor:
     """`t` (b, ...) without its numbers, for another batch size, its examples one after the other in memory."""
     # strided like the user's tensor in everything but the batch, so that channels_last stays channels_last
     like = t.detach()[:1].expand(batch, *t.shape[1:]) if t.shape[0] else t.new_empty((batch, *t.shape[1:]))
     like = torch.empty_like(like, device=t.device)
-    dynamic = [DimDynamic.DUCK if symbolic else DimDynamic.STATIC] + [DimDynamic.STATIC] * (t.dim() - 1)
+    dynamic = [DimDynamic.STATIC if fixed else DimDynamic.DUCK] + [DimDynamic.STATIC] * (t.dim() - 1)
     return mode.from_tensor(like, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))

@@ -31,13 +31,11 @@ _HIDDEN_WRITES = {aten.instance_norm.default: ("running_mean", "running_var")}
 
 
 # what they make has the shape of their operand, and nothing of its data
-LIKE = {
+_LIKE = {
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
     aten.rand_like.default, aten.randn_like.default, aten.new_zeros.default, aten.new_ones.default,
     aten.new_full.default, aten.new_empty.default,
 }  # fmt: skip
-
-
 _SIZES = {aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default}
 _AS = {
     aten.type_as.default, aten.expand_as.default, aten.view_as.default, aten.reshape_as.default,
@@ -49,7 +47,7 @@ def is_model_of(operand: fx.Node, node: fx.Node) -> bool:
     """Whether an operation takes nothing but the shape, or the dtype, of an operand."""
     if node.target in _SIZES:
         return True
-    return (node.target in LIKE and operand is node.args[0]) or (
+    return (node.target in _LIKE and operand is node.args[0]) or (
         node.target in _AS and operand is not node.args[0]
     )
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -150,10 +150,10 @@ class ExampleLosses:
         self.loss = loss
         self.vectorised = vectorised(loss)
 
-    def way(self, output: Callable[[], Any], slices: Slices, y: Any, batch: int) -> Way:
-        """How the losses of a batch may be computed; decided on a batch of at least two, of which each `output()` is a copy."""
+    def way(self, output: Any, slices: Slices, y: Any, batch: int) -> Way:
+        """Whether the losses of a batch are computed at once; decided on a batch of at least two."""
         try:
-            value = self.loss(output(), y)
+            value = self.loss(output, y)
         except Exception:  # noqa: BLE001 - it may be written for one example; then this raises the user's error
             self.loss(slices(0), trees.examples(y, 0, 1))
             return Way.SLICES
@@ -165,8 +165,11 @@ class ExampleLosses:
         self.refuse_mixing(together, slices, y, batch)
         return Way.BATCH
 
-    def reduces(self, output: Any, slices: Slices, y: Any, batch: int) -> bool | None:
-        """Whether reductions give each example its own number; None where the loss takes no such output, or tells none apart."""
+    def reduces(self, output: Any, slices: Slices, y: Any, batch: int) -> list[Any] | Literal[False] | None:
+        """The steps by which reductions give each example its own number; False where they do not.
+
+        None where the loss takes no such output, or tells no examples apart by it.
+        """
         try:
             alone = self.of_slices(slices, y, batch).detach()
         except Exception:  # noqa: BLE001 - numbers that are no probabilities, say
@@ -175,33 +178,23 @@ class ExampleLosses:
         if len(numbers) < 2 or bool((numbers - numbers[0]).abs().max() <= 1e-4 * numbers.abs().max()):
             return None
         try:
-            together = self.of_reductions(output, y, batch).detach()
+            together, steps = self.of_reductions(output, y, batch)
         except Exception:  # noqa: BLE001 - whatever it is, the definition does without
             return False
-        return largest_error({"": together}, {"": alone}) is None
+        return steps if largest_error({"": together.detach()}, {"": alone}) is None else False
 
-    def of_reductions(self, output: Any, y: Any, batch: Any, known: list[Any] | None = None) -> Tensor:
-        """(b,): a loss that gives one number, its reductions taken for each example.
-
-        `known` are the steps that it was seen to take: a coefficient may lead its code another way.
+    def of_reductions(self, output: Any, y: Any, batch: Any) -> tuple[Tensor, list[Any]]:
+        """(b,): a loss that gives one number, its reductions taken for each example; and the functions that it called.
 
         Raises:
             NotPerExample: where the loss does anything else.
         """
-        value, mode = self._reduced(output, y, batch)
-        other_way = known is not None and mode.steps != known
-        if other_way or not mode.are_numbers(value) or not value.is_floating_point():
-            raise NotPerExample
-        return value
-
-    def steps(self, output: Any, y: Any, batch: Any) -> list[Any]:
-        """The functions that the loss calls, in their order."""
-        return self._reduced(output, y, batch)[1].steps
-
-    def _reduced(self, output: Any, y: Any, batch: Any) -> tuple[Any, OverExamples]:
         mode = OverExamples(batch, trees.tensors((output, y)), _PER_EXAMPLE)
         with mode:
-            return self.loss(output, y), mode
+            value = self.loss(output, y)
+        if not mode.are_numbers(value) or not value.is_floating_point():
+            raise NotPerExample
+        return value, mode.steps
 
     def refuse_mixing(self, together: Tensor, slices: Slices, y: Any, first: int) -> None:
         """Raise where the losses (B,) of a batch are not those of the first examples by themselves."""

@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import trees
-from .fakes import TRACING, fake_batch, quiet
+from .fakes import TRACING, fake_batch, quiet, symbolic_mode
 from .mixing import Mixing, first_mixing
 
 # for which what the recording took for granted has to hold; of one example alone there is nothing to mix
@@ -31,8 +29,7 @@ def mixing_in(
         Exception: of any kind, where their code has no graph for every batch size.
     """
     # of their own: what the code fixes must not fix the sizes that the model's trace speaks of
-    env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
-    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    mode, env = symbolic_mode()
     fakes = [fake_batch(mode, t.detach()) for t in (*tensors, *trees.tensors(y))]
     size = fakes[0].shape[0]
     (batch,) = size.node.expr.free_symbols  # pyright: ignore[reportAttributeAccessIssue]

@@ -35,7 +35,7 @@ from .call import Call
 from .compare import largest_error
 from .decompositions import BACKWARD
 from .errors import TraceError, VerificationError
-from .fakes import HINT, computes_metadata, fake, fake_batch, quiet
+from .fakes import HINT, computes_metadata, fake, fake_batch, quiet, symbolic_mode
 from .flow import operation
 from .modes import uncompiled
 from .numbers import noting_numbers
@@ -149,13 +149,12 @@ def _record(
     *,
     symbolic: bool,
 ) -> Lowered:
-    env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
-    mode = _Fakes(shape_env=env, allow_non_fake_inputs=True)
+    mode, env = symbolic_mode(_Fakes)
     examples = [*call.inputs(), *call.targets(), *further]
     fakes = [
         *(fake(mode, p).requires_grad_(k in call.trainable) for k, p in call.params.items()),
         *(fake(mode, b) for b in call.buffers),
-        *(fake_batch(mode, t, HINT if symbolic else t.shape[0], symbolic=symbolic) for t in examples),
+        *(fake_batch(mode, t, HINT if symbolic else t.shape[0], fixed=not symbolic) for t in examples),
     ]
     batch = fakes[-len(examples)].shape[0]
     symbol = batch.node.expr if symbolic else None  # read before anything may fix it  # pyright: ignore[reportAttributeAccessIssue]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from .evaluate import BoundSite, cotangents, factors, way_out
 from .flow import batch_dims, fold_factor_of, value
 from .jacobian import Jacobian, joined
 from .layout import Layout
-from .loss import ExampleLosses, Way
+from .loss import ExampleLosses, Slices, Way
 from .loss_graph import mixing_in
 from .mixing import Mixing
 from .modes import without_autocast
@@ -71,6 +72,14 @@ class Outputs:
             t if at is None else at.example(t, batch, b) for t, at in zip(tensors, self.layouts, strict=True)
         ]
         return self.trace.output([p[0] if c else p for p, c in zip(parts, self.copied, strict=True)])
+
+    def copy(self, tensors: Sequence[Tensor]) -> Any:
+        """The output for the batch in memory of its own: a loss may write into what it is given."""
+        return self.whole([t.detach().clone() for t in tensors])
+
+    def slices(self, tensors: Sequence[Tensor], batch: int) -> Slices:
+        """b -> the output for example b as a batch of one."""
+        return functools.partial(self.example, tensors, batch)
 
     def plain(self) -> bool:
         """Whether every output has the batch on dimension 0, as torch's own losses expect."""
@@ -157,10 +166,9 @@ class Pipeline:
         if self.outputs.plain():
             with contextlib.suppress(Exception):  # the loss may do what no graph can
                 return mixing_in(self.loss.of_batch, self.trace.output, tensors, call.y)
-        one = lambda b: self.outputs.example(tensors, call.batch, b)  # noqa: E731
-        copies = [t.detach().clone() for t in tensors]  # the loss may write into what it is given
-        together = self.loss.of_batch(self.outputs.whole(copies), call.y, call.batch)
-        self.loss.refuse_mixing(together, one, call.y, min(call.batch, MANY_LOSSES))
+        together = self.loss.of_batch(self.outputs.copy(tensors), call.y, call.batch)
+        slices = self.outputs.slices(tensors, call.batch)
+        self.loss.refuse_mixing(together, slices, call.y, min(call.batch, MANY_LOSSES))
         return None
 
     def losses(self, tensors: list[Tensor], y: Any, batch: int) -> Tensor:
@@ -172,9 +180,17 @@ class Pipeline:
         if self.way is Way.BATCH:
             return self.loss.of_batch(output, y, batch)
         if self.seen is not None and self.seen.is_of(self.loss):
+            versions = [t._version for t in tensors]
             with contextlib.suppress(NotPerExample):
-                return self.loss.of_reductions(output, y, batch, self.seen.steps)
-        return self.loss.of_slices(lambda b: self.outputs.example(tensors, batch, b), y, batch)
+                losses, steps = self.loss.of_reductions(output, y, batch)
+                if steps == self.seen.steps:  # a coefficient may lead its code another way
+                    return losses
+            if versions != [t._version for t in tensors]:
+                raise LossError(
+                    "the loss writes into the model's output, and its code has changed since it was traced, so that it has to be "
+                    "called again for each example; let it write into a copy, output.clone()"
+                )
+        return self.loss.of_slices(self.outputs.slices(tensors, batch), y, batch)
 
 
 def _by_reduction(loss: ExampleLosses, outputs: Outputs, output: Any, y: Any) -> Tensor | None:
@@ -236,10 +252,7 @@ def _way(
     tensors = [t.detach() for t in forward.outputs]
     if _by_reduction(loss, outputs, outputs.whole(tensors), sample.y) is not None:
         return Way.SLICES, None
-    one = lambda b: outputs.example(tensors, sample.batch, b)  # noqa: E731
-    # copies: the loss may write into what it is given
-    copy = lambda: outputs.whole([t.clone() for t in tensors])  # noqa: E731
-    way = loss.way(copy, one, sample.y, sample.batch)
+    way = loss.way(outputs.copy(tensors), outputs.slices(tensors, sample.batch), sample.y, sample.batch)
     if way is Way.BATCH or not outputs.plain():
         return way, None
     for change in (varied, shrunk):
@@ -257,15 +270,14 @@ def _reduces(
     They are changed ones, in which no two numbers are alike: those of a model that has learned nothing yet tell nothing.
     """
     y, batch = sample.y, sample.batch
-    copy = lambda: outputs.whole([t.clone() for t in tensors])  # noqa: E731
-    same = loss.reduces(copy(), lambda b: outputs.example(tensors, batch, b), y, batch)
-    if not same:
-        return None if same is None else False
+    steps = loss.reduces(outputs.copy(tensors), outputs.slices(tensors, batch), y, batch)
+    if not steps:
+        return None if steps is None else False
     try:
-        always = mixing_in(loss.of_reductions, outputs.trace.output, tensors, y) is None
+        found = mixing_in(lambda *of: loss.of_reductions(*of)[0], outputs.trace.output, tensors, y)
     except Exception:  # noqa: BLE001 - the loss may do what no graph can
         return False
-    return SeenLoss(snapshot(loss.loss), loss.steps(copy(), y, batch)) if always else False
+    return SeenLoss(snapshot(loss.loss), steps) if found is None else False
 
 
 def _bind(

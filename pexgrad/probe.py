@@ -35,7 +35,7 @@ def probe(trace: Trace, sites: list[Site], program: Program, sample: Call) -> La
     """Find every layout, or raise naming the operation that mixed the examples: at least two, in `sample`."""
     batch, generator = sample.batch, torch.Generator().manual_seed(0)
     base = program.run(sample.values())
-    outputs = [list(candidates(value(n), trace.batch)) for n in _output_nodes(program)]
+    outputs = [list(candidates(value(n), trace.batch)) for n in program.outputs]
     for b in sorted({0, 1, batch - 1}):
         others_changed = _with_others_changed(sample, b, generator)
         after = program.run(others_changed.values()).outputs
@@ -44,9 +44,7 @@ def probe(trace: Trace, sites: list[Site], program: Program, sample: Call) -> La
                 outputs[i] = [at for at in options if not _moves(at, base.outputs[i], after[i], batch, b)]
                 if not outputs[i]:
                     raise _mixed(trace, program, sample, others_changed, b)
-    chosen = [
-        _only_one(options, where(n)) for options, n in zip(outputs, _output_nodes(program), strict=True)
-    ]
+    chosen = [_only_one(options, where(n)) for options, n in zip(outputs, program.outputs, strict=True)]
     edges = _edge_layouts(trace, sites, base, chosen, batch, generator)
     if any(len(options) > 1 for options in edges):
         edges = _told_by_values(program, _activations(sites), edges, sample)
@@ -131,13 +129,8 @@ def _of_operand(g: Tensor | None, at: Layout) -> Tensor:
 
 def first_layouts(trace: Trace, sites: list[Site], program: Program) -> Layouts:
     """The likeliest layouts, from shapes alone."""
-    outputs = [next(candidates(value(n), trace.batch), None) for n in _output_nodes(program)]
+    outputs = [next(candidates(value(n), trace.batch), None) for n in program.outputs]
     return Layouts(outputs, [next(candidates(value(out), trace.batch)) for s in sites for out in s.outputs])
-
-
-def _output_nodes(program: Program) -> list[fx.Node]:
-    output = next(iter(reversed(program.module.graph.nodes)))
-    return list(output.args[0][0])
 
 
 def _moves(at: Layout, before: Tensor, after: Tensor, batch: int, b: int) -> bool:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .call import Call
 from .errors import ANY_MODEL, TraceError
-from .flow import LIKE, is_model_of, mutated_operands, storage, value
+from .flow import is_model_of, mutated_operands, storage, value
 from .memory import storage_of
 from .source import calling_line
 
@@ -259,11 +259,9 @@ def _program(
     for node in nodes:
         if (size := _size(node, batch)) is not None:
             new[node] = size
-        elif node.target in LIKE:
+        elif node.op != "placeholder":
             models = {n: _empty(own, value(n), batch) for n in node.all_input_nodes if is_model_of(n, node)}
             new[node] = own.node_copy(node, (new | models).__getitem__)
-        elif node.op != "placeholder":
-            new[node] = own.node_copy(node, new.__getitem__)
         if writes and node.op in ("placeholder", "get_attr"):
             new[node] = own.call_function(aten.clone.default, (new[node],))
     own.output([new[n] for n in results])

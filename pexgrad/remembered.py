@@ -42,7 +42,9 @@ def refuse_remembered(model: Bound, loss: Any, call: Call) -> None:
 def _filled(model: nn.Module, call: Call) -> Iterator[str]:
     """The attributes into which a forward has put what autograd follows."""
     buffers = {k: b.detach().clone() for k, b in call.module.buffers.items()}
-    copied = rebind(model, {**call.at_leaves().params, **buffers})
+    # copies: an embedding may renormalise its rows
+    params = {k: p.detach().clone().requires_grad_(k in call.trainable) for k, p in call.params.items()}
+    copied = rebind(model, params | buffers)
     args, kwargs = trees.as_call(trees.map_tensors(torch.clone, call.examples(0, 1).x))
     before = {id(t) for t in _attached(copied)}
     with StandStill(), torch.enable_grad():

@@ -61,6 +61,11 @@ class Program:
     slots: list[Slots]
     parts: dict[int, Part]
 
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The nodes of the model's output."""
+        return list(next(iter(reversed(self.module.graph.nodes))).args[0][0])
+
     def run(self, values: Sequence[Tensor]) -> Forward:
         """Run forward on parameters, buffers and inputs."""
         with torch.enable_grad():

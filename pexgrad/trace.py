@@ -31,7 +31,7 @@ from .compare import is_half
 from .decompositions import DECOMPOSITIONS
 from .disguise import disguised
 from .errors import ANY_MODEL, PexgradError, TraceError
-from .fakes import HINT, TRACING, computes_metadata, fake, fake_batch, quiet
+from .fakes import HINT, TRACING, computes_metadata, fake, fake_batch, quiet, symbolic_mode
 from .numbers import noting_numbers
 from .opaque import opaque_functions, traced_data, traced_hooks
 from .readings import Answer, Reader, Reading, answering, holds
@@ -140,8 +140,7 @@ def trace(model: Bound, call: Call, hint: int = HINT) -> Trace:
 def _trace(model: Bound, call: Call, hint: int) -> Trace:
     params, buffers = call.params, call.module.buffers
     leaves, spec = trees.flatten(trees.as_call(call.x))
-    env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
-    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    mode, env = symbolic_mode()
     fake_params = [fake(mode, p).requires_grad_(k in call.trainable) for k, p in params.items()]
     fake_buffers = [fake(mode, b) for b in buffers.values()]
     fake_inputs = [fake_batch(mode, t, hint) for t in call.inputs()]

@@ -55,8 +55,7 @@ def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sa
 def refuse_mixing(pipeline: Pipeline, loss: ExampleLosses, call: Call) -> None:
     """Raise where the model or the loss looks at the whole batch: what the probe saw of some may not hold for others."""
     trace, program = pipeline.trace, pipeline.program
-    outputs = next(iter(reversed(program.module.graph.nodes))).args[0][0]  # pyright: ignore[reportIndexIssue]
-    found = first_mixing(program.module.graph, trace.inputs, outputs, trace.batch)  # pyright: ignore[reportArgumentType]
+    found = first_mixing(program.module.graph, trace.inputs, program.outputs, trace.batch)
     if found is not None:
         raise MixedExamplesError(f"the model's output depends on {_what(found)}; {_REMEDY}")
     if pipeline.way is not Way.BATCH:

@@ -251,6 +251,14 @@ def test_a_loss_that_reads_what_the_forward_wrote(strategy, start, where):
         fn(dict(model.named_parameters()), torch.randn(B, 4), labels(B, 3))
 
 
+def test_looking_at_what_a_forward_writes_changes_no_parameter():
+    model = nn.Embedding(5, 4, max_norm=0.5)
+    model.scale, before = 1.0, model.weight.detach().clone()
+    fn = pexgrad.per_example_grad(model, lambda out, y: out.flatten(1).sum(1) * model.scale)
+    fn(dict(model.named_parameters()), torch.arange(6).reshape(3, 2) % 5)
+    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
+
+
 def test_a_loss_that_reads_a_setting_of_the_model():
     model = nn.Linear(4, 3)
     model.temperature = 2.0

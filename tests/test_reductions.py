@@ -132,6 +132,24 @@ def test_a_loss_that_changes_its_code_later():
             torch.testing.assert_close(r, want[k])
 
 
+def test_a_loss_that_writes_and_changes_its_code():
+    model, kind = nn.Linear(3, 4), {"squared": True}
+
+    def loss(out, y):
+        out.mul_(2)
+        return out.square().mean() if kind["squared"] else out.sum()
+
+    fn, x, params = pexgrad.per_example_grad(model, loss), torch.randn(4, 3), dict(model.named_parameters())
+    assert_rows_equal(fn(params, x), rows_of(model, loss, x, None))
+    assert [p.way for known in fn._pipelines.values() for p in known] == [Way.REDUCED]
+    steps = next(iter(fn._pipelines.values()))[0].seen.steps
+    steps.append("another")  # as where a float has led the code another way
+    with pytest.raises(pexgrad.LossError, match="writes into the model's output"):
+        fn(params, x)
+    kind["squared"] = False
+    assert_rows_equal(fn(params, x), rows_of(model, loss, x, None))
+
+
 def test_a_flat_graph_of_such_a_loss_takes_any_batch():
     model = nn.Linear(3, 4)
     fn = pexgrad.per_example_grad(model, LOSSES["cross_entropy"][0])
