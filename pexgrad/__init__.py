@@ -7,19 +7,18 @@ from .api import per_example_grad as per_example_grad
 from .api import per_example_grad_norm as per_example_grad_norm
 from .api import per_example_jacobian as per_example_jacobian
 from .api import per_example_value_and_grad as per_example_value_and_grad
-from .arguments import Options as Options
 from .batching import chunked as chunked
 from .batching import ensemble as ensemble
 from .batching import over_loader as over_loader
 from .batching import stack_params as stack_params
+from .calls.results import Clipped as Clipped
 from .errors import InputError as InputError
 from .errors import LossError as LossError
 from .errors import MixedExamplesError as MixedExamplesError
 from .errors import PexgradError as PexgradError
 from .errors import TraceError as TraceError
 from .errors import VerificationError as VerificationError
-from .jacobian import Jacobian as Jacobian
-from .jacobian import Moments as Moments
+from .inputs.arguments import Options as Options
 from .measures import ImportanceSample as ImportanceSample
 from .measures import NoiseScale as NoiseScale
 from .measures import dataset_moments as dataset_moments
@@ -30,6 +29,7 @@ from .measures import noise_scale as noise_scale
 from .measures import project as project
 from .measures import tracin as tracin
 from .noise import add_noise as add_noise
-from .results import Clipped as Clipped
+from .operator.jacobian import Jacobian as Jacobian
+from .operator.jacobian import Moments as Moments
 
 __version__ = "0.1.0"

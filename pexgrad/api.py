@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
-from .arguments import OptionArguments, Options
-from .clipping import Clip, Clipping
-from .loss import Loss
-from .transforms import (
+from .calls.transforms import (
     ClippedGrad,
     Model,
     PerExampleGrad,
@@ -18,6 +15,9 @@ from .transforms import (
     PerExampleJacobian,
     PerExampleValueAndGrad,
 )
+from .inputs.arguments import OptionArguments, Options
+from .inputs.loss import Loss
+from .operator.clipping import Clip, Clipping
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

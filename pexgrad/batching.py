@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import nested, trees
-from .checks import positive_int
-from .compose import Composable
+from .base import nested, trees
+from .base.checks import positive_int
+from .calls.compose import Composable
+from .calls.loaders import Unpack, pairs
+from .calls.results import check_joinable, join
+from .calls.transforms import PerExampleGrad, PerExampleValueAndGrad
 from .errors import InputError
-from .loaders import Unpack, pairs
-from .results import check_joinable, join
-from .transforms import PerExampleGrad, PerExampleValueAndGrad
 
 Function = Callable[..., Any]
 _WAYS = ("auto", "together", "one by one")

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .agreement import refuse_difference
 from .api import per_example_jacobian, per_example_value_and_grad
+from .base.numerics import flat as flattened
+from .definition.agreement import refuse_difference
 from .factors import Broadcast as Broadcast
 from .factors import Conv as Conv
 from .factors import Factor as Factor
@@ -30,7 +31,6 @@ from .factors import Geometry as Geometry
 from .factors import Outer as Outer
 from .factors import Rows as Rows
 from .factors import Scatter as Scatter
-from .numerics import flat as flattened
 from .rules.registry import register_rule as register_rule
 from .rules.registry import registered as registered
 from .rules.registry import replaced

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import nested
-from .arguments import Params
-from .checks import described, not_negative, positive_int
-from .component import components
+from .base import nested
+from .base.checks import described, not_negative, positive_int
+from .base.numerics import accumulable, flat, square
+from .calls.loaders import pairs
 from .errors import InputError
-from .jacobian import Jacobian, Moments
-from .loaders import pairs
-from .numerics import accumulable, flat, square
+from .inputs.arguments import Params
+from .operator.component import components
+from .operator.jacobian import Jacobian, Moments
 
 Batches = Iterable[Any]  # of pairs (x, y), or (x,), or x alone
 JacobianOf = Callable[[Params, Any, Any], Jacobian]

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from . import nested
-from .checks import not_negative
-from .numerics import accumulable
+from .base import nested
+from .base.checks import not_negative
+from .base.numerics import accumulable
 
 
 def add_noise(

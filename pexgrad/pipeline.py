@@ -11,31 +11,31 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from .arguments import Options
-from .call import Call
-from .component import Term
+from .base.modes import without_autocast
+from .base.nodes import batch_dims, fold_factor_of, value
+from .base.still import StandStill
 from .errors import LossError, PexgradError
-from .evaluate import BoundSite, cotangents, factors, way_out
-from .flow import batch_dims, fold_factor_of, value
-from .jacobian import Jacobian, joined
-from .layout import Layout
-from .loss import ExampleLosses, Slices, Way
-from .loss_graph import mixing_in
-from .mixing import Mixing
-from .modes import without_autocast
-from .plan import Use, nodes_needed, plan_site
-from .probe import Layouts, first_layouts, probe, refuse_mixing_in
-from .pullback import Window, find_window
-from .rebind import Bound
-from .reductions import NotPerExample
-from .rehearsal import rehearsed
-from .rewrite import Output, rewrite
-from .sample import alike, draw, shrunk, still_alike, varied
-from .sites import Operand, Site, find_sites
-from .snapshot import Held, Place, Snapshot, snapshot
-from .still import StandStill
-from .tap import Program, Slots, tap
-from .trace import Trace, trace
+from .inputs.arguments import Options
+from .inputs.call import Call
+from .inputs.loss import ExampleLosses, Slices, Way
+from .inputs.rebind import Bound
+from .inputs.reductions import NotPerExample
+from .inputs.snapshot import Held, Place, Snapshot, snapshot
+from .operator.component import Term
+from .operator.jacobian import Jacobian, joined
+from .operator.pullback import Window, find_window
+from .stages.evaluate import BoundSite, cotangents, factors, way_out
+from .stages.layout import Layout
+from .stages.loss_graph import mixing_in
+from .stages.mixing import Mixing
+from .stages.plan import Use, nodes_needed, plan_site
+from .stages.probe import Layouts, first_layouts, probe, refuse_mixing_in
+from .stages.rewrite import Output, rewrite
+from .stages.sample import alike, draw, shrunk, still_alike, varied
+from .stages.sites import Operand, Site, find_sites
+from .stages.tap import Program, Slots, tap
+from .tracing.rehearsal import rehearsed
+from .tracing.trace import Trace, trace
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,11 +16,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from . import nested
-from .checks import positive, shaped
-from .clipping import bounded
+from .base import nested
+from .base.checks import positive, shaped
+from .base.numerics import accumulable, dots, flat, real, squared_norms, sum_of, weighted
 from .errors import InputError
-from .numerics import accumulable, dots, flat, real, squared_norms, sum_of, weighted
+from .operator.clipping import bounded
 
 Rows = Mapping[str, Tensor]
 

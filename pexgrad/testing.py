@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import trees
-from .agreement import refuse_difference
 from .api import per_example_jacobian, per_example_value_and_grad
+from .base import trees
+from .definition.agreement import refuse_difference
 from .errors import PexgradError, VerificationError
 from .extend import check_rule
-from .loss import Loss
+from .inputs.loss import Loss
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy

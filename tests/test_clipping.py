@@ -15,7 +15,7 @@ from oracle import assert_rows_equal, copied, losses_of, norms_of, rows_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pexgrad
-from pexgrad.jacobian import Jacobian
+from pexgrad.operator.jacobian import Jacobian
 
 pytestmark = pytest.mark.usefixtures("double")
 

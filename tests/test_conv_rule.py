@@ -15,9 +15,9 @@ from oracle import assert_rows_equal
 from strategies import CONV, conv_configs, transposed_configs
 
 import pexgrad
+from pexgrad.base.numerics import dots
 from pexgrad.factors import Conv, Geometry, choice
 from pexgrad.factors.convolving import convolve, window_gram
-from pexgrad.numerics import dots
 
 pytestmark = [
     pytest.mark.usefixtures("double"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import graphlib
 import importlib
 import pkgutil
 import re
@@ -24,11 +25,15 @@ ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def modules():
-    """Every module with examples in its docstrings; the demo's need extras of their own."""
+def sources():
+    """Where each module is; the demo's need extras of their own."""
     names = [m.name for m in pkgutil.walk_packages(pexgrad.__path__, "pexgrad.")]
-    sources = {n: importlib.util.find_spec(n).origin for n in names if not re.search(r"demo|__main__", n)}
-    return [n for n, path in sources.items() if ">>>" in Path(path).read_text(encoding="utf-8")]
+    return {n: Path(importlib.util.find_spec(n).origin) for n in names if not re.search(r"demo|__main__", n)}
+
+
+def modules():
+    """Every module with examples in its docstrings."""
+    return [n for n, path in sources().items() if ">>>" in path.read_text(encoding="utf-8")]
 
 
 @pytest.fixture
@@ -127,34 +132,49 @@ def test_examples_that_the_pages_name_exist():
 
 
 def parts():
-    """Module -> place of its part in CONTRIBUTING's table, from the top."""
+    """Part -> its place in CONTRIBUTING's table, from the top."""
     lines = [
         line.split("|")
         for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
         if line.startswith("|")
     ]
-    return {name: i for i, line in enumerate(lines[2:]) for name in re.findall(r"`([a-z_]+)/?`", line[2])}
+    return {name: i for i, line in enumerate(lines[2:]) for name in re.findall(r"`([a-z_]+)/?`", line[1])}
 
 
-def test_every_module_is_in_the_table_of_parts():
+def test_every_part_is_in_the_table():
     package = ROOT / "pexgrad"
-    modules = {p.stem for p in package.glob("*.py")} | {p.parent.name for p in package.glob("*/__init__.py")}
-    assert parts().keys() == modules - {"__init__", "__main__", "demo"}
+    there = {p.stem for p in package.glob("*.py")} | {p.parent.name for p in package.glob("*/__init__.py")}
+    assert parts().keys() == there - {"__init__", "__main__", "demo"}
 
 
-def imported(path):
-    """The modules of the package that one imports when it is imported itself."""
+def test_every_module_of_a_part_is_in_the_table():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for part in ("calls", "flat", "definition", "operator", "stages", "tracing", "inputs", "base"):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| `{part}/`")]
+        there = {p.stem for p in (ROOT / "pexgrad" / part).glob("*.py")} - {"__init__"}
+        assert set(re.findall(r"`([a-z_]+)`", line.split("|")[3])) == there
+
+
+def imported(module, path):
+    """The modules of the package that one imports when it is imported itself, by their full names."""
     tree = ast.parse(path.read_text())
     typing = {id(n) for t in ast.walk(tree) if isinstance(t, ast.If) for n in ast.walk(t)}
-    depth = len(path.relative_to(ROOT / "pexgrad").parts)
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == depth and id(node) not in typing:
-            yield from [node.module.split(".")[0]] if node.module else [a.name for a in node.names]
+        if isinstance(node, ast.ImportFrom) and node.level and id(node) not in typing:
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{base}.{a.name}" if f"{base}.{a.name}" in sys.modules else base for a in node.names)
 
 
 def test_imports_run_one_way():
-    place, wrong = parts(), []
-    for path in (ROOT / "pexgrad").rglob("*.py"):
-        own = path.relative_to(ROOT / "pexgrad").parts[0].removesuffix(".py")
-        wrong += [(own, m) for m in imported(path) if own in place and place[m] < place[own]]
+    graph = {n: set(imported(n, path)) - {n} for n, path in sources().items()}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises where there is a circle
+    place = {f"pexgrad.{name}": i for name, i in parts().items()}
+    part = {n: ".".join(n.split(".")[:2]) for n in graph}
+    wrong = [
+        (own, other)
+        for own, others in graph.items()
+        for other in others
+        if part[own] in place and place[part[other]] < place[part[own]]
+    ]
     assert not wrong

@@ -291,7 +291,10 @@ def test_the_operator_of_no_examples():
 
 
 # where each bound is read
-BOUNDS = {"PIECE_BYTES": [pexgrad.factors._base], "BLOCK_BYTES": [pexgrad.factors._base, pexgrad.component]}
+BOUNDS = {
+    "PIECE_BYTES": [pexgrad.factors._base],
+    "BLOCK_BYTES": [pexgrad.factors._base, pexgrad.operator.component],
+}
 
 
 @pytest.mark.parametrize("bound", BOUNDS)

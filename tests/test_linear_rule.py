@@ -13,7 +13,7 @@ from oracle import assert_rows_equal, rows_of
 from strategies import linear_configs
 
 import pexgrad
-from pexgrad import evaluate
+from pexgrad.stages import evaluate
 
 pytestmark = pytest.mark.usefixtures("double")
 

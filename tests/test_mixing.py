@@ -8,7 +8,7 @@ from cases.case import labels
 from oracle import assert_rows_equal, rows_of, rows_of_function
 
 import pexgrad
-from pexgrad.layout import Untold
+from pexgrad.stages.layout import Untold
 
 pytestmark = pytest.mark.usefixtures("double")
 

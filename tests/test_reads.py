@@ -284,8 +284,8 @@ LOSSES = {
 @pytest.mark.parametrize("kind", LOSSES)
 def test_what_a_loss_reads(kind, through, monkeypatch):
     """At each call, and by graphs that have the loss written into them."""
-    monkeypatch.setattr(pexgrad.repeats, "OFTEN", 1)
-    monkeypatch.setattr(pexgrad.repeats, "_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(pexgrad.calls.repeats, "OFTEN", 1)
+    monkeypatch.setattr(pexgrad.calls.repeats, "_seconds", lambda *_: 0.0)
     loss, change = LOSSES[kind][0](), LOSSES[kind][1]
     model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.arange(5) % 3
     params, fn = dict(model.named_parameters()), pexgrad.per_example_grad(model, loss)
@@ -405,8 +405,8 @@ def test_code_that_is_reloaded():
 
 
 def test_a_loss_whose_code_is_reloaded(monkeypatch):
-    monkeypatch.setattr(pexgrad.repeats, "OFTEN", 1)
-    monkeypatch.setattr(pexgrad.repeats, "_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(pexgrad.calls.repeats, "OFTEN", 1)
+    monkeypatch.setattr(pexgrad.calls.repeats, "_seconds", lambda *_: 0.0)
 
     def loss(o, y):
         return F.cross_entropy(o, y, reduction="none")

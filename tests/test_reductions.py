@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from oracle import assert_rows_equal, losses_of, rows_of
 
 import pexgrad
-from pexgrad.loss import Way
+from pexgrad.inputs.loss import Way
 
 pytestmark = pytest.mark.usefixtures("double")
 

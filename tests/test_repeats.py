@@ -15,9 +15,10 @@ from test_lower import TRANSFORMS, mlp, named
 from torch.utils._pytree import tree_leaves
 
 import pexgrad
-from pexgrad import plain, repeats
+from pexgrad.calls import repeats
 from pexgrad.factors import _base
-from pexgrad.loss import ExampleLosses
+from pexgrad.flat import plain
+from pexgrad.inputs.loss import ExampleLosses
 
 pytestmark = pytest.mark.usefixtures("double")
 

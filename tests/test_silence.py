@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from oracle import assert_rows_equal, rows_of
 
 import pexgrad
+from pexgrad.base.memory import is_injective, overlap, refuse_shared
 from pexgrad.extend import replaced
-from pexgrad.memory import is_injective, overlap, refuse_shared
 from pexgrad.rules.linear import linear_weight
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pexgrad.portable import reshape_views
-from pexgrad.views import shorten_views
+from pexgrad.flat.portable import reshape_views
+from pexgrad.flat.views import shorten_views
 
 aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..numerics import accumulable, dots, flat, gather, real, square, squared_norms, total
+from ..base.numerics import accumulable, dots, flat, gather, real, square, squared_norms, total
 from .norm_cost import ROWS, NormCost
 
 if TYPE_CHECKING:

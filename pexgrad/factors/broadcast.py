@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..numerics import into
+from ..base.numerics import into
 from ._base import Factor
 
 

@@ -11,9 +11,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..base.fakes import is_recorded
+from ..base.numerics import accumulable, channels_last, dots, gather, into, may_write, weighted_pair
 from ..errors import InputError
-from ..fakes import is_recorded
-from ..numerics import accumulable, channels_last, dots, gather, into, may_write, weighted_pair
 from . import choice
 from ._base import BLOCK_BYTES, PIECE_BYTES, Factor
 from .convolving import Geometry, convolve, grouped, joint, lower, unfold, weight_gradient, window_gram

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..numerics import channels_last, total
+from ..base.numerics import channels_last, total
 
 CONV = (F.conv1d, F.conv2d, F.conv3d)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..numerics import flat, into, squared_norms
+from ..base.numerics import flat, into, squared_norms
 from ._base import Factor
 
 

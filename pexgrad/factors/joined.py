@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fakes import is_recorded
-from ..numerics import accumulable, total
+from ..base.fakes import is_recorded
+from ..base.numerics import accumulable, total
 from ._base import Factor
 from .broadcast import Broadcast
 from .conv import Conv

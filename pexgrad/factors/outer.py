@@ -11,7 +11,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from ..numerics import accumulable, gather, into, real, square, weighted_pair
+from ..base.numerics import accumulable, gather, into, real, square, weighted_pair
 from ._base import BLOCK_BYTES, Factor
 from .norm_cost import PRODUCT, ROWS, NormCost, of_outer
 

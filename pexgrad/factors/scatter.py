@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..fakes import is_recorded
-from ..numerics import accumulable, gather, into, may_write, real, square, weighted
+from ..base.fakes import is_recorded
+from ..base.numerics import accumulable, gather, into, may_write, real, square, weighted
 from ._base import Factor
 from .outer import Outer
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..base.numerics import channels_last
 from ..factors import Broadcast
-from ..numerics import channels_last
 from .linear import together
 from .registry import register_rule
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..base.numerics import channels_last
 from ..factors import Broadcast
-from ..numerics import channels_last
 from .linear import together
 from .registry import register_rule
 

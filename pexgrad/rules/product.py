@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..base.nodes import value
 from ..factors import Factor, Outer, Rows
-from ..flow import value
 from .linear import together
 from .registry import register_rule
 

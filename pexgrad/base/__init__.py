@@ -1,0 +1,1 @@
+"""What any part may need, and what needs no other part."""

@@ -1,0 +1,127 @@
+"""What a node of a traced graph says of itself: its value's sizes and memory, its operands, and a name for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+
+from .memory import storage_of
+
+aten = torch.ops.aten
+
+# running statistics that the schema does not declare as written to
+_HIDDEN_WRITES = {aten.instance_norm.default: ("running_mean", "running_var")}
+
+
+# what they make has the shape of their operand, and nothing of its data
+_LIKE = {
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+    aten.rand_like.default, aten.randn_like.default, aten.new_zeros.default, aten.new_ones.default,
+    aten.new_full.default, aten.new_empty.default,
+}  # fmt: skip
+_SIZES = {aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default}
+_AS = {
+    aten.type_as.default, aten.expand_as.default, aten.view_as.default, aten.reshape_as.default,
+    aten.to.other,
+}  # fmt: skip
+
+
+def is_model_of(operand: fx.Node, node: fx.Node) -> bool:
+    """Whether an operation takes nothing but the shape, or the dtype, of an operand."""
+    if node.target in _SIZES:
+        return True
+    return (node.target in _LIKE and operand is node.args[0]) or (
+        node.target in _AS and operand is not node.args[0]
+    )
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value of a node."""
+    return node.meta.get("val")
+
+
+def has_batch(size: Any, batch: Any) -> bool:
+    """Whether a symbolic size contains the batch size."""
+    return isinstance(size, torch.SymInt) and batch in size.node.expr.free_symbols
+
+
+def batch_dims(val: Any, batch: Any) -> tuple[int, ...]:
+    """The dimensions of a fake tensor whose size contains the batch size."""
+    if not isinstance(val, Tensor):
+        return ()
+    return tuple(i for i, n in enumerate(val.shape) if has_batch(n, batch))
+
+
+def is_of_batch(val: Any, batch: Any) -> bool:
+    """Whether a fake value, or one among several, has the batch size in its shape."""
+    if isinstance(val, tuple | list):
+        return any(is_of_batch(v, batch) for v in val)
+    return bool(batch_dims(val, batch))
+
+
+def fold_factor_of(val: Any, batch: Any) -> int | None:
+    """k where a fake tensor has one batch dimension, of size k times the batch size; None elsewhere."""
+    dims = batch_dims(val, batch)
+    if len(dims) != 1:
+        return None
+    factor = val.shape[dims[0]].node.expr / batch
+    return int(factor) if factor.is_number and factor.is_integer else None
+
+
+def storage(node: fx.Node) -> int | None:
+    """An identity of the memory behind a node's value, shared by its views."""
+    val = value(node)
+    return storage_of(val) if isinstance(val, Tensor) else None
+
+
+def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that an in-place operation writes to."""
+    if not isinstance(node.target, OpOverload):
+        return
+    for argument, schema in bind(node):
+        declared = schema.alias_info is not None and schema.alias_info.is_write
+        if declared or schema.name in _HIDDEN_WRITES.get(node.target, ()):
+            yield from nodes_in(argument)
+
+
+def bind(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """Each argument that an operation is given, with its declaration."""
+    schema = node.target._schema.arguments  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    yield from zip(node.args, schema, strict=False)
+    by_name = {s.name: s for s in schema}
+    yield from ((v, by_name[k]) for k, v in node.kwargs.items() if k in by_name)
+
+
+def nodes_in(argument: Any) -> Iterator[fx.Node]:
+    """The nodes anywhere in an argument."""
+    found: list[fx.Node] = []
+    map_arg(argument, lambda n: found.append(n) or n)
+    yield from found
+
+
+def is_differentiable(val: Any) -> bool:
+    """Whether a fake value is, or holds, a floating or complex tensor."""
+    if isinstance(val, tuple | list):
+        return any(map(is_differentiable, val))
+    return isinstance(val, Tensor) and (val.dtype.is_floating_point or val.dtype.is_complex)
+
+
+def where(node: fx.Node) -> str:
+    """A node for a message: operation, module path, and the user's line."""
+    path, source = node.meta.get("path", ""), node.meta.get("source", "")
+    return (
+        f"{operation(node)}" + (f" in module '{path}'" if path else "") + (f" at {source}" if source else "")
+    )
+
+
+def operation(node: fx.Node) -> str:
+    """The short name of a node's operation: `conv2d`, `add_`."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return target._schema.name.split("::")[-1]
+    return getattr(target, "__name__", str(target))

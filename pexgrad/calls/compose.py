@@ -1,0 +1,367 @@
+"""How a transform composes with what is around a call: modes, threads, nested parameters, other transforms, pickle.
+
+The transform itself works on flat dicts of ordinary tensors with autograd on. `composable` brings every call to
+that, or to the flat graph of the transform (see `lower.py`) where its tensors belong to `torch.func` or `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ..base import modes, nested, trees
+from ..base.fakes import TRACING
+from ..base.modes import without_autocast
+from ..errors import InputError, PexgradError, TraceError
+from ..flat.lower import Lowered, lower
+from ..flat.lowered_module import with_arguments
+from ..flat.stacked import Stacked, is_random, run_stacked
+from ..flat.stacking import rule_for
+from ..inputs.arguments import Options, Params, check_call
+from ..inputs.call import Call
+from ..inputs.loss import ExampleLosses
+from ..inputs.rebind import Bound
+from ..inputs.snapshot import Held, Place, Snapshot, snapshot
+from ..operator.jacobian import Jacobian
+from ..pipeline import Pipeline
+from . import compiled
+from .repeats import Repeats
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def composable(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a transform's call: it may then come from anywhere."""
+
+    @functools.wraps(call)
+    def composed(self: Composable, params: Params, x: Any, y: Any = None, **options: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _call_compiled(self, composed, params, x, y, options)
+        if nested.is_nested(params):
+            return _call_nested(self, composed, params, x, y, options)
+        arguments = _as_dict(params), x, y
+        if modes.has_tangent(arguments) or (modes.inside_transform() and modes.is_wrapped(arguments)):
+            return self._through_graph(call, params, x, y, options)
+        with modes.outside_transforms(), modes.recording():
+            return call(self, *map(modes.recordable, arguments), **options)
+
+    return composed
+
+
+def _call_compiled(
+    transform: Composable, call: Callable[..., Any], params: Params, x: Any, y: Any, options: dict[str, Any]
+) -> Any:
+    # what cannot be one operation of a compiled graph runs as it does elsewhere, between two graphs
+    as_operation = transform._is_of_tensors and not transform._options.create_graph and "out" not in options
+    if not (as_operation and compiled.takes((_as_dict(params), x, y, options))):
+        return _uncompiled(call, transform, params, x, y, options)  # pyright: ignore[reportCallIssue]
+    return compiled.call(transform, _as_dict(params), x, y, options)
+
+
+@torch.compiler.disable
+def _uncompiled(
+    call: Callable[..., Any], transform: Composable, params: Params, x: Any, y: Any, options: dict[str, Any]
+) -> Any:
+    return call(transform, params, x, y, **options)
+
+
+def _in_words(smallest: int, largest: int | None) -> int | str:
+    if largest is None:
+        return f"{smallest} or more" if smallest else "any"
+    return smallest if smallest == largest else f"{smallest} to {largest}"
+
+
+def _counted(tree: Any, call: Call, mask: Tensor) -> Any:
+    """The examples with those that a mask does not count replaced by the first that it counts: padding may hold anything."""
+    index = torch.where(mask, torch.arange(call.batch, device=mask.device), mask.int().argmax())
+    return trees.map_tensors(lambda t: t[index], tree) if call.batch else tree
+
+
+def _as_dict(params: Any) -> Any:
+    return dict(params) if isinstance(params, Mapping) else params
+
+
+def _call_nested(
+    transform: Composable,
+    call: Callable[..., Any],
+    params: Mapping[str, Any],
+    x: Any,
+    y: Any,
+    options: dict[str, Any],
+) -> Any:
+    paths = nested.structure(params)
+    options = {k: nested.flatten(v) if nested.is_nested(v) else v for k, v in options.items()}
+    result = call(transform._flat(paths), nested.flatten(params), x, y, **options)
+    return _nested_result(result, paths)
+
+
+def _nested_result(result: Any, paths: nested.Structure) -> Any:
+    if isinstance(result, Jacobian):
+        return replace(result, paths=paths)
+    if isinstance(result, dict):
+        return nested.nest(result, paths)
+    if isinstance(result, tuple):
+        losses, rows = result
+        return losses, nested.nest(rows, paths)
+    if isinstance(getattr(result, "grads", None), dict):
+        return replace(result, grads=nested.nest(result.grads, paths))
+    return result
+
+
+class Composable:
+    """The part of a transform that is about what is around it."""
+
+    _model: Bound
+    _loss: ExampleLosses
+    _options: Options
+
+    def _reset(self) -> None:
+        """Forget everything that was traced."""
+        self._pipelines: dict[Any, list[Pipeline]] = {}
+        self._kept_alive: list[list[Any]] = []  # what the keys of _pipelines identify
+        self._lowered: dict[tuple[Pipeline, int], list[Lowered]] = {}
+        # what the user's functions read when these were recorded, and the tensors among it as they were
+        self._reads: list[tuple[Snapshot, dict[Place, Held]]] | None = None
+        self._repeats = Repeats()
+        self._by_structure: dict[nested.Structure, Self] = {}
+        self._lock = TRACING
+        self._handle = compiled.handle(self)
+
+    def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
+        """What the transform returns, from the Jacobian of the whole batch and a mask (B,) if it takes one."""
+        raise NotImplementedError
+
+    def _check_mask(self, call: Call, mask: Tensor) -> None:
+        """Raise where a mask cannot be part of the flat graph."""
+        call.check_mask(mask)
+
+    # What compiled code needs to know of the result: whether it is tensors, how it is put together from a flat list of
+    # them (entries by name at `paths`), and their shapes and dtypes.
+    _is_of_tensors = False
+
+    def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
+        raise NotImplementedError
+
+    def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
+        raise NotImplementedError
+
+    def _pipeline(self, call: Call) -> Pipeline:
+        raise NotImplementedError
+
+    def _signature(self, call: Call) -> Any:
+        raise NotImplementedError
+
+    def _flat(self, paths: nested.Structure) -> Self:
+        """The same transform of the flat dict of parameters."""
+        with self._lock:
+            if paths not in self._by_structure:
+                other = copy.copy(self)
+                if not self._model.is_module:  # a module takes the flat dict anyway
+                    other._model = Bound(nested.taking_flat(self._model.model, paths))
+                self._by_structure[paths] = other
+            return self._by_structure[paths]
+
+    # --- the flat graph ---------------------------------------------------------------------------
+
+    def lower(self, params: Params, x: Any, y: Any = None) -> fx.GraphModule:
+        """The call as one flat, functional graph of ATen operations: forward, cotangents and rules, no autograd inside.
+
+        >>> graph = per_example_grad(model).lower(params, x, y)
+        >>> graph.print_readable()
+        >>> graph(params, x, y)["weight"].shape
+        torch.Size([5, 2, 3])
+
+        It runs as it is under `torch.func.vmap`, over parameters, data or both, under `torch.compile` and `torch.export`.
+
+        Args:
+            params: as for the function; names left out become buffers of the graph module, shared with the model.
+            x: inputs (B, ...) of the kind that the graph is for; every batch size is served where the loss and the rules
+                work on whole batches, which `graph.meta["batch"]` tells: `"any"`, `"2 or more"`, or the one size. The graph
+                refuses any other size; lower again for that one (as the function itself does under `torch.func.vmap`).
+            y: targets, likewise.
+
+        Returns:
+            A module called like the function, `graph(params, x, y)`. Dtypes under autocast are written into it, so
+            run it outside autocast. `chunk_size` and `out` have no part in it.
+
+        Raises:
+            PexgradError: where the function itself would refuse, and where the call has no flat graph.
+        """
+        paths = nested.structure(params) if nested.is_nested(params) else None
+        flat = params if paths is None else nested.flatten(params)
+        transform = self if paths is None else self._flat(paths)
+        with modes.outside_transforms(), modes.recording():
+            call = check_call(transform._model, *map(modes.recordable, (_as_dict(flat), x, y)))
+            lowered = transform._graph(call)
+            whole = (
+                (lambda result: result) if paths is None else (lambda result: _nested_result(result, paths))
+            )
+            graph = with_arguments(lowered, call, (params, x, y), transform._model.buffers(), whole)
+        graph.meta["batch"] = _in_words(*lowered.sizes(call.batch))
+        return graph
+
+    def _graph(self, call: Call, *further: Tensor) -> Lowered:
+        """The flat graph that serves a call, from the cache if it is there."""
+        if not self._is_of_tensors:
+            raise InputError(
+                f"{type(self).__name__} returns an operator, which has no flat graph; use a transform of tensors"
+            )
+        if self._options.strategy != "crb":
+            raise TraceError(
+                f'strategy={self._options.strategy!r} has no flat graph: it runs the model itself; use "crb"'
+            )
+        with self._lock:
+            pipeline = self._pipeline(call)
+            self._notice_reads()
+            known = self._lowered.setdefault((pipeline, len(further)), [])
+            for lowered in known:
+                if lowered.serves(call.batch):
+                    return lowered
+            known.append(lower(pipeline, call, self._options, self._answer, further))
+            return known[-1]
+
+    def _notice_reads(self) -> None:
+        """Forget the graphs where a function of the user's that is written into them holds or reads something else.
+
+        A tensor is in a graph itself, whatever its numbers become, unless Python code took one out of it.
+        """
+        reads = [snapshot(function) for function in self._written_in()]
+        same = self._reads is not None and all(
+            new.same(old) for new, (old, _) in zip(reads, self._reads, strict=True)
+        )
+        if same and any(graph.reads_numbers for known in self._lowered.values() for graph in known):
+            same = all(new.holds(tensors) for new, (_, tensors) in zip(reads, self._reads or [], strict=True))
+        if not same:
+            self._lowered.clear()
+            self._repeats.clear()
+            self._reads = [(found, found.contents()) for found in reads]
+
+    def _written_in(self) -> list[Callable[..., Any]]:
+        """The user's functions that a recorded graph has written into it."""
+        return [self._loss.loss]
+
+    def _through_graph(
+        self, method: Callable[..., Any], params: Params, x: Any, y: Any, options: dict[str, Any]
+    ) -> Any:
+        """A call with tensors of a `torch.func` transform or dual ones, with no autograd inside: through the flat graph."""
+        name = type(self).__name__
+        if method.__name__ != "__call__":
+            raise InputError(
+                f"{method.__name__} takes plain tensors, not those of a torch.func transform or dual ones"
+            )
+        mask = options.get("mask")
+        given = [k for k, v in options.items() if v is not None and k != "mask"]
+        if given:
+            raise InputError(
+                f"{name} takes no {', '.join(given)}= inside a torch.func transform or forward-mode AD"
+            )
+        if modes.is_differentiated((params, x, y)) and not self._options.create_graph:
+            raise InputError(
+                f"differentiating {name} in forward mode or with torch.func takes {name} with create_graph=True"
+            )
+        call = check_call(self._model, params, x, y)
+        further = ()
+        if mask is not None:
+            self._check_mask(call, mask)
+            x, y = (_counted(tree, call, mask) for tree in (x, y))
+            further = (mask,)
+        with modes.outside_transforms(), modes.recording():
+            arguments = (trees.map_tensors(modes.one_of, t) for t in (dict(params), x, y))
+            lowered = self._graph(check_call(self._model, *arguments), *map(modes.one_of, further))
+        values = [*replace(call, x=x, y=y).flat(), *further]
+        with without_autocast(values[0].device.type):
+            return lowered.run(values)
+
+    def of_members(
+        self, params: Mapping[str, Any], x: Any, y: Any, members: int, stacked_data: bool, most: int | None
+    ) -> tuple[Any] | None:
+        """The results of several members in one run of the flat graph, the members on dimension 0 of `params`.
+
+        None, with `most`, where the call has no such graph or a member's rows take more than that many bytes.
+        """
+        if nested.is_nested(params):
+            paths = nested.structure(params)
+            flat = self._flat(paths).of_members(nested.flatten(params), x, y, members, stacked_data, most)
+            return None if flat is None else (_nested_result(flat[0], paths),)
+        with modes.outside_transforms(), modes.recording():
+            params, x, y = map(modes.recordable, (dict(params), x, y))
+            one = (trees.map_tensors(lambda t: t[0], tree) if stacked_data else tree for tree in (x, y))
+            call = check_call(self._model, {k: p[0] for k, p in params.items()}, *one)
+            if most is not None and (
+                self._options != Options(verify=self._options.verify) or call.bytes_of_rows() > most
+            ):
+                return None
+            try:
+                if self._options.create_graph:
+                    raise InputError(
+                        'members run together without autograd: with create_graph use how="one by one"'
+                    )
+                lowered = self._graph(call)
+                if is_random(lowered.module):
+                    raise TraceError(
+                        "each member draws random numbers of its own, so members cannot run together"
+                    )
+            except (InputError, TraceError):
+                if most is None:
+                    raise
+                return None
+        own = [Stacked(params[k].detach()) if k in params else p.detach() for k, p in call.params.items()]
+        data = [*trees.tensors(trees.as_call(x)), *trees.tensors(y)]
+        values = [*own, *call.buffers, *(map(Stacked, data) if stacked_data else data)]
+        with torch.no_grad(), without_autocast(call.params[next(iter(params))].device.type):
+            flat = run_stacked(lowered.module, values, members, rule_for)
+        return (pytree.tree_unflatten(flat, lowered.spec),)
+
+    # --- pickle -----------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        for name, part in (("model", self._model.model), ("loss", self._loss.loss)):
+            _check_pickles(name, part)
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        """What the transform is made of, without what it has traced."""
+        traced = object.__new__(type(self))
+        traced._reset()
+        return {k: v for k, v in vars(self).items() if k not in vars(traced)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        other.__setstate__(self._state())
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        other = object.__new__(type(self))
+        other.__setstate__(copy.deepcopy(self._state(), memo))
+        return other
+
+
+class _WithoutTensors(pickle.Pickler):
+    """Goes through what pickle would, but does not write the numbers."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return "tensor" if isinstance(obj, Tensor) else None
+
+
+def _check_pickles(name: str, part: Any) -> None:
+    try:
+        _WithoutTensors(io.BytesIO()).dump(part)
+    except Exception as e:
+        raise PexgradError(
+            f"the function cannot be pickled because its {name} cannot: {e}; use functions and classes that are defined "
+            "at the top level of a module, or make the function again where it is needed"
+        ) from e

@@ -1,0 +1,66 @@
+"""What transforms return, and how the results of parts of a batch become that of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..base.checks import described
+from ..errors import InputError
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """The result of `clipped_grad`.
+
+    Attributes:
+        grads: name -> (*shape), the sum over the batch of weighted per-example gradients.
+        norms: (B,), over all parameters and before clipping, in units of the gradient; zero for examples that a mask leaves out.
+        losses: (B,), likewise.
+    """
+
+    grads: dict[str, Tensor]
+    norms: Tensor
+    losses: Tensor
+
+
+# so that torch.func, torch.compile and torch.export take it as a result
+pytree.register_pytree_node(
+    Clipped,
+    lambda c: ([c.grads, c.norms, c.losses], None),
+    lambda leaves, _: Clipped(*leaves),
+    serialized_type_name="pexgrad.Clipped",
+    flatten_with_keys_fn=lambda c: ([(pytree.GetAttrKey(k), v) for k, v in vars(c).items()], None),  # pyright: ignore[reportArgumentType]
+)
+
+
+def join(parts: Iterable[Any]) -> Any:
+    """The result of a batch from those of its parts, at least one: rows one after the other, clipped sums added up."""
+    total: dict[str, Any] | None = None
+    found = []
+    for part in parts:
+        if isinstance(part, Clipped):  # of the sums no more than one is kept
+            total = part.grads if total is None else pytree.tree_map(torch.add, total, part.grads)
+            part = Clipped({}, part.norms, part.losses)
+        found.append(part)
+    if len(found) > 1:
+        check_joinable(found, 1)
+        found = [pytree.tree_map(lambda *tensors: torch.cat(tensors), *found)]
+    (result,) = found
+    return result if total is None else Clipped(total, result.norms, result.losses)
+
+
+def check_joinable(parts: list[Any], dims: int) -> None:
+    """Raise where results are not tensors of at least so many dimensions, in trees."""
+    for leaf in pytree.tree_leaves(parts[0]):
+        if not isinstance(leaf, Tensor) or leaf.dim() < dims:
+            what = described(leaf) + (" without dimensions" if isinstance(leaf, Tensor) else "")
+            raise InputError(
+                f"the function gives {what}, which cannot be put together; let it give tensors, with the examples on "
+                "dimension 0 where there are several batches"
+            )

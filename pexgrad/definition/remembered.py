@@ -1,0 +1,88 @@
+"""What a model writes into itself in its forward, and the loss reads there: a term that no copy of the model shows.
+
+`self.aux = gate.square().mean()` in the forward and `model.aux` in the loss: every strategy runs copies of the model around other
+parameters, while the loss looks at the model itself, and finds what an earlier call has left.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base import trees
+from ..base.still import StandStill
+from ..errors import LossError
+from ..inputs.call import Call
+from ..inputs.reads import of_class, of_function
+from ..inputs.rebind import Bound, rebind, shared
+from ..inputs.snapshot import MACHINERY, snapshot
+
+
+def refuse_remembered(model: Bound, loss: Any, call: Call) -> None:
+    """Raise where the loss reads an attribute that the model's forward fills with something computed from parameters."""
+    if not isinstance(model.model, nn.Module) or not call.batch:
+        return
+    own = set(map(id, model.model.modules()))
+    if not any(id(r) in own for r in snapshot(loss).references):
+        return
+    named = {n for function in _functions(loss) for n in _names(function.__code__)}
+    for name in _filled(model.model, call):
+        if name in named:
+            raise LossError(
+                f"the loss reads '{name}' from the model, where its forward writes what it computes from parameters; a pure "
+                "function leaves the model as it is, so that term would be missing: let the model return it"
+            )
+
+
+def _filled(model: nn.Module, call: Call) -> Iterator[str]:
+    """The attributes into which a forward has put what autograd follows."""
+    buffers = {k: b.detach().clone() for k, b in call.module.buffers.items()}
+    # copies: an embedding may renormalise its rows
+    params = {k: p.detach().clone().requires_grad_(k in call.trainable) for k, p in call.params.items()}
+    copied = rebind(model, params | buffers)
+    args, kwargs = trees.as_call(trees.map_tensors(torch.clone, call.examples(0, 1).x))
+    before = {id(t) for t in _attached(copied)}
+    with StandStill(), torch.enable_grad():
+        copied(*args, **kwargs)
+    for module in copied.modules():
+        for name, held in vars(module).items():
+            if name not in MACHINERY and any(
+                isinstance(t, Tensor) and t.grad_fn is not None and id(t) not in before for t in shared(held)
+            ):
+                yield name
+
+
+def _attached(model: nn.Module) -> Iterator[Any]:
+    return (t for m in model.modules() for t in shared(vars(m)))
+
+
+def _functions(loss: Any) -> Iterator[FunctionType]:
+    """The loss's own code, and that of the functions which it calls by name."""
+    left, seen = [loss], set[int]()
+    while left:
+        f = left.pop()
+        if id(f) in seen:
+            continue
+        seen.add(id(f))
+        if isinstance(f, functools.partial):
+            left.append(f.func)
+        elif isinstance(f, MethodType):
+            left.append(f.__func__)
+        elif isinstance(f, FunctionType):
+            yield f
+            left += [v for _, v in of_function(f) if isinstance(v, FunctionType | MethodType)]
+        elif f is loss:  # an object that is called: a module, say
+            left += [v for _, v in of_class(type(f))]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names, and the keys, in a function's code and in that of the functions in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

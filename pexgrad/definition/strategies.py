@@ -1,0 +1,96 @@
+"""The strategies of the paper that take any model: `naive`, the loop, and `multi`, one alias of the parameters per example.
+
+Both follow the definition with the module's own code: row b is the gradient of loss(model(x_b), y_b).sum()
+at a batch of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base import trees
+from ..errors import LossError
+from ..inputs.call import Call
+from ..inputs.loss import ExampleLosses
+from ..inputs.rebind import Bound
+from ..operator.jacobian import Jacobian
+from ..operator.pullback import history
+
+
+def _alias(model: Bound, p: Tensor) -> Tensor:
+    """A view of a parameter, or a copy where the model writes to its parameters."""
+    return p.clone() if model.writes_to_parameters() else p.view_as(p)
+
+
+def _example_loss(
+    model: Bound, losses: ExampleLosses, params: dict[str, Tensor], x: Any, y: Any, b: int
+) -> Tensor:
+    # copies: the model, or the loss, may write to them
+    x, y = (trees.map_tensors(torch.clone, trees.examples(tree, b, b + 1)) for tree in (x, y))
+    args, kwargs = trees.as_call(x)
+    output = model.fresh(params)(*args, **kwargs)
+    return losses.of_slices(lambda _: output, y, 1)[0]
+
+
+def _refuse_other_ways(loss: Tensor, model: Bound, at: Call) -> None:
+    """Raise where an example's loss depends on the module's own parameters, not only on those that it is called with."""
+    own = {id(p): k for k, p in model.parameters().items() if k in set(at.trainable)}
+    # what a call is given may itself be made of them, where its result is to be differentiated
+    given = [t.grad_fn for t in at.flat()]
+    read = {own[id(n.variable)] for n in history(loss, given) if id(getattr(n, "variable", None)) in own}
+    if read:
+        raise LossError(
+            f"the loss reads {', '.join(map(repr, sorted(read)))} from the model itself, past the parameters that the function "
+            "is called with, so that part of the gradient would be missing; let the model return what the loss needs of them"
+        )
+
+
+def _grad(loss: Tensor, leaves: list[Tensor], create_graph: bool) -> list[Tensor]:
+    if not loss.requires_grad:
+        return [torch.zeros_like(p) for p in leaves]
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=create_graph)
+    return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(leaves, grads, strict=True)]
+
+
+def naive(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = False) -> Jacobian:
+    """One example at a time: the definition."""
+    losses, rows = [], []
+    with torch.enable_grad():
+        for b in range(at.batch):
+            own = {k: p.clone() for k, p in at.params.items()} if model.writes_to_parameters() else at.params
+            value = _example_loss(model, loss, own, at.x, at.y, b)
+            if not b:
+                _refuse_other_ways(value, model, at)
+            rows.append(_grad(value, [at.params[k] for k in at.trainable], create_graph))
+            losses.append(value if create_graph else value.detach())
+    return _stacked(losses, rows, at, create_graph)
+
+
+def multi(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = False) -> Jacobian:
+    """Every example with its own aliases of the parameters, views and not copies; one backward through the sum."""
+    losses, aliases = [], []
+    with torch.enable_grad():
+        for b in range(at.batch):
+            mine = {k: _alias(model, p) for k, p in at.params.items()}
+            losses.append(_example_loss(model, loss, mine, at.x, at.y, b))
+            if not b:
+                _refuse_other_ways(losses[0], model, at)
+            aliases.append([mine[k] for k in at.trainable])
+        flat = [a for mine in aliases for a in mine]
+        grads = _grad(torch.stack(losses).sum(), flat, create_graph)
+    n = len(at.trainable)
+    rows = [grads[b * n : (b + 1) * n] for b in range(at.batch)]
+    return _stacked([v if create_graph else v.detach() for v in losses], rows, at, create_graph)
+
+
+def _stacked(losses: list[Tensor], rows: list[list[Tensor]], at: Call, create_graph: bool) -> Jacobian:
+    columns = zip(*rows, strict=True)
+    by_name = {k: torch.stack(c) for k, c in zip(at.trainable, columns, strict=True)}
+    return Jacobian.of_rows(torch.stack(losses), by_name, create_graph)
+
+
+LOOPS: dict[str, Callable[..., Jacobian]] = {"naive": naive, "multi": multi}

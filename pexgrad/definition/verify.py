@@ -1,0 +1,134 @@
+"""Stage 7, once per trace: its rows against the definition, computed with the original module and plain autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..base import trees
+from ..base.compare import largest_error
+from ..base.nodes import where
+from ..base.still import StandStill
+from ..errors import ANY_MODEL, MixedExamplesError, VerificationError
+from ..inputs.arguments import Options
+from ..inputs.call import Call
+from ..inputs.loss import ExampleLosses, Way
+from ..inputs.rebind import Bound
+from ..pipeline import Pipeline
+from ..stages.mixing import Mixing, first_mixing
+from .strategies import naive
+
+
+def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sample: Call) -> None:
+    """Raise where the pipeline's rows or losses differ from the definition on the first two examples of a sample.
+
+    They are compared at the sample's parameters, or at those of the call itself.
+    """
+    trace, half = pipeline.trace, pipeline.trace.rounds_to_half()
+    two = sample.examples(0, 2) if trace.serves(2) else sample
+    if not trace.follows(two.at(call.params)):  # the second was made up from the first, the user's own
+        two = sample.examples(0, 1)
+    for at in (two, two.at(call.params).at_leaves()):
+        if at is two and not trace.follows(at):
+            continue  # the changed parameters lead the model's code another way
+        with StandStill():
+            want = naive(model, loss, at)
+            if not _finite(want.rows()) and at is two:
+                continue  # the changed parameters leave the model's domain; the given ones decide
+            got = pipeline.jacobian(at, Options())
+            rows = got.rows()
+            wrong = largest_error({"": got.losses}, {"": want.losses}, half) or largest_error(
+                rows, want.rows(), half
+            )
+            if wrong is None:
+                return
+            # what is zero but for rounding (a sum of normalised values, say) differs by all there is of it
+            rounded = naive(model, loss, _rounded_otherwise(at))
+            wrong = largest_error(
+                {"": got.losses}, {"": want.losses}, half, {"": rounded.losses}
+            ) or largest_error(rows, want.rows(), half, rounded.rows())
+            if wrong is not None and not (wrong[0] and _copies_agree(rows, pipeline, model, at)):
+                raise VerificationError(_message(*wrong))
+        return
+
+
+def refuse_mixing(pipeline: Pipeline, loss: ExampleLosses, call: Call) -> None:
+    """Raise where the model or the loss looks at the whole batch: what the probe saw of some may not hold for others."""
+    trace, program = pipeline.trace, pipeline.program
+    found = first_mixing(program.module.graph, trace.inputs, program.outputs, trace.batch)
+    if found is not None:
+        raise MixedExamplesError(f"the model's output depends on {_what(found)}; {_REMEDY}")
+    if pipeline.way is not Way.BATCH:
+        return
+    with torch.no_grad(), StandStill():
+        found = pipeline.mixing_of_losses(call)
+    if found is not None:
+        raise MixedExamplesError(f"the losses depend on {_what(found)}; {_REMEDY}")
+
+
+_REMEDY = (
+    "an example's gradient is defined only where its loss depends on that example alone, and what has no effect on the first "
+    "examples may have one on others. Compute over every dimension but the batch; where you know that it never has any "
+    "effect, pass verify=False"
+)
+
+
+def _what(found: Mixing) -> str:
+    if found.of_size:
+        return f"the number of examples, or an example's place among them, through {where(found.node)}"
+    return f"{where(found.node)}, which looks at all examples of the batch at once"
+
+
+def _rounded_otherwise(at: Call) -> Call:
+    """The same at parameters that differ by a rounding or two of each element."""
+
+    def moved(p: Tensor) -> Tensor:
+        signs = torch.ones(p.numel(), device=p.device)
+        signs[::2] = -1
+        step = 2 * torch.finfo(p.dtype).eps * signs.reshape(p.shape)
+        return (p.detach() * (1 + step.to(p.dtype))).requires_grad_(p.requires_grad)
+
+    return at.at({k: moved(p) if p.requires_grad else p for k, p in at.params.items()})
+
+
+def _finite(rows: dict[str, Tensor]) -> bool:
+    return all(bool(torch.isfinite(r).all()) for r in rows.values())
+
+
+# PyTorch's CPU batch-norm backward is wrong at batch size 1 for some memory layouts
+_WRONG_ALONE = {torch.ops.aten.batch_norm.default}
+
+
+def _copies_agree(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Call) -> bool:
+    """Whether a kernel at batch size 1 is at fault: each row is a part of the gradient of its example taken several times."""
+    graph = pipeline.program.module.graph
+    if any(pipeline.outputs.copied) or all(n.target not in _WRONG_ALONE for n in graph.nodes):
+        return False
+    return all(
+        _copies_agree_on({k: r[b] for k, r in rows.items()}, pipeline, model, at.take([b] * copies))
+        for b in range(at.batch)
+        for copies in (2, 3)
+    )
+
+
+def _copies_agree_on(row: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Call) -> bool:
+    args, kwargs = trees.as_call(at.x)
+    with torch.enable_grad():
+        tensors = trees.tensors(model.fresh(at.params)(*args, **kwargs))
+        if len(tensors) != len(pipeline.outputs.layouts):
+            return False
+        part = pipeline.losses(tensors, at.y, at.batch).sum() / at.batch
+        grads = torch.autograd.grad(part, [at.params[k] for k in row], allow_unused=True)
+    want = {
+        k: torch.zeros_like(at.params[k]) if g is None else g.to_dense()
+        for k, g in zip(row, grads, strict=True)
+    }
+    return largest_error(row, want, pipeline.trace.rounds_to_half()) is None
+
+
+def _message(name: str, error: float) -> str:
+    what = f"the gradient of '{name}'" if name else "the loss"
+    return (
+        f"{what} differs from the definition on a test batch by a relative error of {error:.1e}, so the traced graph "
+        f"does not compute what the model does (a cache, a hook, global state or data-dependent code?); {ANY_MODEL}"
+    )

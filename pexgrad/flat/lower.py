@@ -1,0 +1,270 @@
+"""A transform of one input signature as one flat graph: forward, cotangents and rules, with no autograd inside.
+
+The eager call runs once on fake tensors while `make_fx` writes down every ATen operation, those of the backward
+included. What then stands in the way of running the graph elsewhere is replaced:
+
+- operations in place, by a second pass under functionalisation;
+- `detach` and `alias`, which mean nothing without autograd;
+- `view` by `reshape` and `sym_size` by `Tensor.size`, which `torch.func.vmap` also takes for strided and wrapped tensors.
+
+The batch size stays symbolic where the model's loss and rules work on the whole batch at once. Where something loops over
+examples (a loss written for one example, the fallback for an operation without a rule), the graph is for one batch size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from ..base import trees
+from ..base.compare import largest_error
+from ..base.fakes import HINT, computes_metadata, fake, fake_batch, quiet, symbolic_mode
+from ..base.modes import uncompiled
+from ..base.nodes import operation
+from ..base.still import StandStill
+from ..errors import TraceError, VerificationError
+from ..inputs.arguments import Options
+from ..inputs.call import Call
+from ..pipeline import Pipeline
+from ..stages.strides import copy_what_is_read_by_strides
+from ..tracing.decompositions import BACKWARD
+from ..tracing.numbers import noting_numbers
+from .portable import make_portable, reshape_views, without_checks
+
+aten = torch.ops.aten
+
+# what a transform returns, from the Jacobian of the whole batch and further (B, ...) tensors
+Answer = Callable[..., Any]
+
+
+_LARGEST = 1 << 12  # conditions on a batch size that no code of this size meets do not occur
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """The flat graph: parameters, buffers, input tensors and target tensors in, the result's tensors out."""
+
+    module: fx.GraphModule
+    spec: pytree.TreeSpec  # of the result
+    guards: tuple[sympy.Basic, ...]
+    batch: sympy.Symbol | int
+    reads_numbers: bool  # whether Python code took numbers out of constants
+
+    def serves(self, batch: int) -> bool:
+        """Whether the graph is right for this batch size."""
+        if isinstance(self.batch, int):
+            return batch == self.batch
+        return all(bool(g.subs(self.batch, batch)) for g in self.guards)
+
+    def sizes(self, batch: int) -> tuple[int, int | None]:
+        """The smallest and the largest batch size, around `batch`, that the graph serves; None: there is no largest."""
+        if isinstance(self.batch, int):
+            return self.batch, self.batch
+        low, high = batch, batch
+        while low > 0 and self.serves(low - 1):
+            low -= 1
+        while high < _LARGEST and self.serves(high + 1):
+            high += 1
+        return low, None if high == _LARGEST else high
+
+    def run(self, values: Sequence[Tensor]) -> Any:
+        """The result for these values."""
+        return pytree.tree_unflatten(self.module.forward(*values), self.spec)
+
+
+def lower(
+    pipeline: Pipeline, call: Call, options: Options, answer: Answer, further: Sequence[Tensor] = (), *,
+    any_batch: bool = True,
+) -> Lowered:  # fmt: skip
+    """The graph of a call, for every batch size if that is wanted and possible and for this one if not.
+
+    `further` are (B, ...) tensors that the answer takes, and the graph after all others.
+    """
+    if options.create_graph:
+        _refuse_stop_gradients(pipeline)
+    _refuse_readings(pipeline)
+    recorded = replace(options, conv_rule=_batchwise(options.conv_rule)) if any_batch else options
+    lowered = None
+    if any_batch:
+        # some operations' shape functions take no symbolic size
+        with quiet(), contextlib.suppress(TraceError):
+            lowered = _record(pipeline, call, recorded, answer, further, symbolic=True)
+    if lowered is None or not lowered.serves(call.batch):
+        lowered = _record(pipeline, call, recorded, answer, further, symbolic=False)
+    if options.verify:
+        _verify(lowered, pipeline, call, options, answer, further)
+    return lowered
+
+
+def _refuse_readings(pipeline: Pipeline) -> None:
+    for reading, _ in pipeline.trace.readings:
+        raise TraceError(
+            f"the model's Python code reads a number from tensors (at {reading.source}), which is checked at every call of the "
+            "function and cannot be in a flat graph; call the function itself"
+        )
+
+
+def _verify(
+    lowered: Lowered,
+    pipeline: Pipeline,
+    call: Call,
+    options: Options,
+    answer: Answer,
+    further: Sequence[Tensor],
+) -> None:
+    """Raise where the graph and the call itself give different results."""
+    with StandStill():
+        want = answer(pipeline.jacobian(call.at_leaves(), options), *further)
+        got = lowered.run([*call.flat(), *further])
+    worst = largest_error(
+        *({str(i): t.detach() for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want)),
+        half=pipeline.trace.rounds_to_half(),
+    )
+    if worst is not None:
+        raise VerificationError(
+            f"the flat graph of this call differs from the call itself by a relative error of {worst[1]:.1e}; "
+            "call the function itself"
+        )
+
+
+def _record(
+    pipeline: Pipeline,
+    call: Call,
+    options: Options,
+    answer: Answer,
+    further: Sequence[Tensor],
+    *,
+    symbolic: bool,
+) -> Lowered:
+    mode, env = symbolic_mode(_Fakes)
+    examples = [*call.inputs(), *call.targets(), *further]
+    fakes = [
+        *(fake(mode, p).requires_grad_(k in call.trainable) for k, p in call.params.items()),
+        *(fake(mode, b) for b in call.buffers),
+        *(fake_batch(mode, t, HINT if symbolic else t.shape[0], fixed=not symbolic) for t in examples),
+    ]
+    batch = fakes[-len(examples)].shape[0]
+    symbol = batch.node.expr if symbolic else None  # read before anything may fix it  # pyright: ignore[reportAttributeAccessIssue]
+    found: dict[str, Any] = {}
+
+    def run(*flat: Tensor) -> list[Tensor]:
+        jacobian = pipeline.jacobian(_unflat(flat, call, batch), options)
+        leaves, found["spec"] = pytree.tree_flatten(answer(jacobian, *flat[len(flat) - len(further) :]))
+        return leaves
+
+    numbers: list[None] = []
+    with noting_numbers(lambda: numbers.append(None)):
+        module = _make_graph(run, fakes)
+    without_checks(module)
+    reshape_views(module)
+    if any(map(_writes, module.graph.nodes)):
+        functional = dispatch_functionalize(module, FunctionalTensorMode())
+        # derivatives are in the graph by now, and what the model did without autograd no longer says so
+        module = _make_graph(functional, [t.detach() for t in fakes])
+    make_portable(module, differentiable=options.create_graph)
+    copy_what_is_read_by_strides(module)
+    if symbol is None:
+        return Lowered(module, found["spec"], (), int(batch), bool(numbers))
+    return Lowered(module, found["spec"], tuple(_guards(env, symbol)), symbol, bool(numbers))
+
+
+def _guards(env: ShapeEnv, batch: sympy.Symbol) -> Iterator[sympy.Basic]:
+    """What the recording took for granted about the batch size, except to compute metadata."""
+    for guard in env.guards:
+        filename = getattr(guard.sloc.framework_loc, "filename", str(guard.sloc.framework_loc))
+        if not computes_metadata(filename):
+            yield guard.expr
+    if batch in env.replacements:
+        yield sympy.Eq(batch, env.replacements[batch])
+
+
+class _Fakes(FakeTensorMode):
+    """Fake tensors whose padding keeps a symbolic batch size: torch's own fixes it."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        # a cache of shapes takes longer than it saves in a graph that is recorded once
+        self.cache_enabled = False
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.constant_pad_nd.default:
+            x, padding = args[0], args[1]
+            return x.new_empty(_padded(x.shape, padding))
+        return super().dispatch(func, types, args, kwargs)
+
+
+def _padded(shape: Sequence[Any], padding: Sequence[int]) -> list[Any]:
+    pairs = list(zip(padding[::2], padding[1::2], strict=True))  # (before, after), the last dimension first
+    grown = [n + sum(pairs[i]) if i < len(pairs) else n for i, n in enumerate(reversed(shape))]
+    return grown[::-1]
+
+
+def _batchwise(conv_rule: str) -> str:
+    """A convolution rule that works on the whole batch at once, whatever its size."""
+    return "unfold" if conv_rule in ("auto", "measure", "loop") else conv_rule
+
+
+def _unflat(flat: Sequence[Tensor], call: Call, batch: Any) -> Call:
+    """The other way round from `Call.flat`."""
+    left = iter(flat)
+    params = {k: next(left) for k in call.params}
+    buffers = [next(left) for _ in call.buffers]
+    # positional and keyword arguments as one tuple: the pipeline reads no more than its tensors
+    x, y = (trees.map_tensors(lambda _: next(left), tree) for tree in (trees.as_call(call.x), call.y))
+    return replace(call, params=params, buffers=buffers, x=x, y=y, batch=batch)
+
+
+def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
+    try:
+        # fused attention has no rule for vmap and no second derivative; its parts have both
+        with uncompiled(), sdpa_kernel(SDPBackend.MATH):
+            record = make_fx(function, BACKWARD, tracing_mode="fake", _allow_non_fake_inputs=True)
+            module = record(*fakes)
+    except Exception as e:
+        lines = str(e).strip().splitlines()
+        raise TraceError(
+            f"this call cannot be lowered to one flat graph: {type(e).__name__}: {lines[0] if lines else ''}; "
+            "call the function itself"
+        ) from e
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _refuse_stop_gradients(pipeline: Pipeline) -> None:
+    for node in pipeline.program.module.graph.nodes:
+        if node.target in (aten.detach.default, torch._C._set_grad_enabled) or not _is_plain(node):
+            raise TraceError(
+                f"the model stops or changes gradients ({operation(node)} at {node.meta.get('source', '')}), which a flat "
+                "graph keeps for the rows but not for derivatives of the rows; leave create_graph off, or differentiate the "
+                "function itself with torch.autograd.grad"
+            )
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether autograd's own derivative of the operation is what the graph will have."""
+    if node.op != "call_function" or isinstance(node.target, OpOverload):
+        return True
+    return getattr(node.target, "__module__", "") in (
+        "_operator",
+        "torch",
+        "math",
+        "pexgrad.stages.tap",
+        "torch._C",
+    )

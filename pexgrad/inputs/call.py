@@ -1,0 +1,132 @@
+"""One call of a transform: everything that a model and a loss are evaluated at.
+
+The same is what a trace is probed and verified on (a few examples at changed parameters), and what a flat graph is recorded
+from (fake tensors in the place of all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base import trees
+from ..base.checks import shaped
+from ..base.modes import recording
+from ..errors import InputError
+from .snapshot import Snapshot
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The arguments of one call, checked, and what the module held then."""
+
+    params: dict[str, Tensor]  # all of the model's: the given ones in their order, then its own
+    trainable: list[str]  # the entries to differentiate, in the order given
+    buffers: Sequence[Tensor]
+    x: Any
+    y: Any
+    batch: int
+    module: Snapshot
+
+    # --- as lists of tensors ------------------------------------------------------------------------
+
+    def inputs(self) -> list[Tensor]:
+        """The tensors of `x`, (B, ...)."""
+        return trees.tensors(trees.as_call(self.x))
+
+    def targets(self) -> list[Tensor]:
+        """The tensors of `y`, (B, ...)."""
+        return trees.tensors(self.y)
+
+    def values(self) -> list[Tensor]:
+        """What a trace's graph takes: parameters, buffers, inputs."""
+        return [*self.params.values(), *self.buffers, *self.inputs()]
+
+    def values_of(self, b: int) -> list[Tensor]:
+        """The same for example b as a batch of one."""
+        return [*self.params.values(), *self.buffers, *(t[b : b + 1] for t in self.inputs())]
+
+    def flat(self) -> list[Tensor]:
+        """What a flat graph takes: the same, then the targets."""
+        return [*self.values(), *self.targets()]
+
+    # --- elsewhere ----------------------------------------------------------------------------------
+
+    def at(self, params: dict[str, Tensor]) -> Call:
+        """The same examples at other parameters."""
+        return replace(self, params=params)
+
+    def at_leaves(self, attached: bool = False) -> Call:
+        """The same with parameters as leaves of its own, or as views of the given ones where these require gradients."""
+        own = set(self.trainable)
+        return self.at(
+            {
+                # a view for each name: the rows of one do not count those of another that is the same tensor
+                k: p.view_as(p) if attached and p.requires_grad else p.detach().requires_grad_(k in own)
+                for k, p in self.params.items()
+            }
+        )
+
+    def with_inputs(self, f: Callable[[Tensor], Tensor]) -> Call:
+        """The same with `f` of every tensor of `x`."""
+        return replace(self, x=trees.map_tensors(f, self.x))
+
+    def examples(self, start: int, stop: int) -> Call:
+        """The same on some of the examples."""
+        stop = min(stop, self.batch)
+        x, y = (trees.examples(tree, start, stop) for tree in (self.x, self.y))
+        return replace(self, x=x, y=y, batch=stop - start)
+
+    def take(self, index: list[int]) -> Call:
+        """The same on the examples `index`; repeats are allowed."""
+        x, y = (trees.take(tree, index) for tree in (self.x, self.y))
+        return replace(self, x=x, y=y, batch=len(index))
+
+    def chosen(self, mask: Tensor) -> Call:
+        """The same on the examples that a mask (B,) of booleans counts."""
+        self.check_mask(mask)
+        x, y = (trees.map_tensors(lambda t: t[mask], tree) for tree in (self.x, self.y))
+        return replace(self, x=x, y=y, batch=int(mask.sum()))
+
+    def check_mask(self, mask: Tensor) -> None:
+        """Raise where `mask` is not (B,) booleans."""
+        shaped(mask, (self.batch,), "mask", "true for the examples that count")
+        if mask.dtype != torch.bool:
+            raise InputError(
+                f"mask ({self.batch},) is in {mask.dtype}; expected torch.bool, true for the examples that count"
+            )
+
+    # --- what it results in -------------------------------------------------------------------------
+
+    def bytes_of_rows(self) -> int:
+        """What the rows take."""
+        return self.batch * sum(
+            self.params[k].numel() * self.params[k].element_size() for k in self.trainable
+        )
+
+    def room(self) -> dict[str, Tensor]:
+        """name -> memory for the rows (B, *shape) of the entries to differentiate, not initialised."""
+        with recording(False):
+            return {k: self.params[k].new_empty(self.batch, *self.params[k].shape) for k in self.trainable}
+
+    def zeros(self, *leading: int) -> dict[str, Tensor]:
+        """name -> zeros (*leading, *shape) for the entries to differentiate."""
+        return {
+            k: self.params[k].detach().new_zeros((*leading, *self.params[k].shape)) for k in self.trainable
+        }
+
+    def no_numbers(self, *names: str) -> Tensor:
+        """(0,): what losses, and norms of the entries `names` or of all, are for no examples."""
+        return example_numbers([self.params[k].detach() for k in names or self.trainable])
+
+
+def example_numbers(entries: list[Tensor], batch: Any = 0, device: Any = None) -> Tensor:
+    """(B,) of the dtype that a number for each example has, given the entries it is made of: real and at least float32."""
+    dtype = torch.float32
+    for p in entries:
+        dtype = torch.promote_types(dtype, p.dtype.to_real())
+    return torch.empty(batch, dtype=dtype, device=device or (entries[0].device if entries else None))

@@ -1,0 +1,250 @@
+"""The loss of each example.
+
+The definition is `loss(model(x_b), y_b).sum()` on a batch of one. A loss that returns one value or more per
+example is used as it is; a scalar one is evaluated on each example's slice of the output, except for
+the losses of torch.nn and torch.nn.functional given directly, whose reduction is done per example instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..base import trees
+from ..base.compare import largest_error
+from ..errors import LossError, MixedExamplesError
+from .reductions import NotPerExample, OverExamples
+
+Loss = Callable[[Any, Any], Tensor]
+Slices = Callable[[int], Any]  # b -> the output of example b as a batch of one
+PerExample = Callable[[Any, Any], Tensor | None]  # None: these shapes need the definition
+
+# losses whose reduction="none" is elementwise in output and target of one shape
+_ELEMENTWISE = {
+    F.mse_loss: nn.MSELoss,
+    F.l1_loss: nn.L1Loss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss,
+    F.kl_div: nn.KLDivLoss,
+    F.hinge_embedding_loss: nn.HingeEmbeddingLoss,
+    F.soft_margin_loss: nn.SoftMarginLoss,
+}
+# losses over classes, whose mean is weighted by the targets' classes
+_CLASSES = {F.cross_entropy: nn.CrossEntropyLoss, F.nll_loss: nn.NLLLoss}
+
+
+def vectorised(loss: Loss) -> PerExample | None:
+    """The per-example form of a loss of torch given directly, or of a partial of one; None for any other.
+
+    Its settings are read at each call.
+    """
+    function = loss.func if isinstance(loss, functools.partial) and not loss.args else _function_of(loss)
+    form = _elementwise if function in _ELEMENTWISE else _classes if function in _CLASSES else None
+    return None if form is None else functools.partial(_at_settings, form, function, loss)
+
+
+def _at_settings(form: Any, function: Any, loss: Loss, output: Any, y: Any) -> Tensor | None:
+    settings = _settings(loss)
+    return None if settings is None else form(function, settings, output, y)
+
+
+def _function_of(loss: Loss) -> Any:
+    """The function behind a loss module of torch's."""
+    return _FUNCTIONS.get(type(loss), loss)
+
+
+_FUNCTIONS = {module_type: function for function, module_type in (_ELEMENTWISE | _CLASSES).items()}
+
+
+def _settings(loss: Loss) -> dict[str, Any] | None:
+    """What a loss of torch's is called with beside output and target; None where it does more than its function."""
+    if isinstance(loss, functools.partial):
+        return dict(loss.keywords)
+    if not isinstance(loss, nn.Module):
+        return {}
+    if "forward" in vars(loss) or loss._forward_hooks or loss._forward_pre_hooks:
+        return None
+    return {k: getattr(loss, k) for k in _names_of_settings(type(loss))}
+
+
+@functools.cache
+def _names_of_settings(module_type: type[nn.Module]) -> list[str]:
+    given, held = inspect.signature(_FUNCTIONS[module_type]).parameters, module_type()
+    return [k for k in given if hasattr(held, k) and k not in ("input", "target")]
+
+
+def _reduction(settings: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The reduction and the other settings; None where deprecated settings decide it, or there is no such reduction."""
+    rest = dict(settings)
+    if rest.pop("size_average", None) is not None or rest.pop("reduce", None) is not None:
+        return None
+    how = rest.pop("reduction", "mean")
+    return (how, rest) if how in ("mean", "sum", "none") else None
+
+
+def _elementwise(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Tensor | None:
+    reduction = _reduction(settings)
+    if reduction is None or not isinstance(output, Tensor) or not isinstance(y, Tensor):
+        return None
+    how, rest = reduction
+    # a weight, or a target of another shape, is broadcast: against a batch, perhaps along the batch
+    if output.shape != y.shape or rest.get("weight") is not None or rest.get("pos_weight") is not None:
+        return None
+    each = function(output, y, reduction="none", **rest).reshape(output.shape[0], -1)
+    return each.mean(1) if how == "mean" else each.sum(1)
+
+
+def _classes(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Tensor | None:
+    reduction = _reduction(settings)
+    if reduction is None or not isinstance(output, Tensor) or not isinstance(y, Tensor) or output.dim() < 2:
+        return None
+    how, rest = reduction
+    if y.shape[:1] != output.shape[:1]:
+        return None
+    each = function(output, y, reduction="none", **rest)
+    if how == "mean" and each.shape == y.shape == output.shape[:1] and rest.get("weight") is None:
+        return each.masked_fill(y == rest.get("ignore_index", -100), float("nan"))  # the mean of none
+    each = each.reshape(output.shape[0], -1)  # (b, positions)
+    if how != "mean":
+        return each.sum(1)
+    if y.is_floating_point():  # class probabilities: a plain mean over positions
+        return each.mean(1)
+    return each.sum(1) / _class_weights(y, output, rest).sum(1)
+
+
+def _class_weights(y: Tensor, output: Tensor, settings: dict[str, Any]) -> Tensor:
+    """(b, positions): the weight of each target in the mean; zero where it is ignored."""
+    labels = y.reshape(output.shape[0], -1)
+    counted = labels != settings.get("ignore_index", -100)
+    weight = settings.get("weight")
+    if weight is None:
+        return counted.to(output.dtype)
+    return weight[labels.where(counted, 0).long()] * counted  # a mask is what uint8 would be
+
+
+_PER_EXAMPLE = dict.fromkeys(_ELEMENTWISE, _elementwise) | dict.fromkeys(_CLASSES, _classes)
+
+
+class Way(Enum):
+    """How the losses of a batch are computed where they are not one of torch's own."""
+
+    BATCH = "the loss gives one number, or more, for each example"
+    REDUCED = "it gives one number, and its reductions are taken for each example"
+    SLICES = "it is called for each example"
+
+
+class ExampleLosses:
+    """`loss` as a function from the output of a batch to (B,) losses, one per example."""
+
+    def __init__(self, loss: Loss):
+        self.loss = loss
+        self.vectorised = vectorised(loss)
+
+    def way(self, output: Any, slices: Slices, y: Any, batch: int) -> Way:
+        """Whether the losses of a batch are computed at once; decided on a batch of at least two."""
+        try:
+            value = self.loss(output, y)
+        except Exception:  # noqa: BLE001 - it may be written for one example; then this raises the user's error
+            self.loss(slices(0), trees.examples(y, 0, 1))
+            return Way.SLICES
+        self._check_tensor(value)
+        if value.dim() == 0:
+            return Way.SLICES
+        self._check_shape(value, batch)
+        together = value.reshape(batch, -1).sum(1)
+        self.refuse_mixing(together, slices, y, batch)
+        return Way.BATCH
+
+    def reduces(self, output: Any, slices: Slices, y: Any, batch: int) -> list[Any] | Literal[False] | None:
+        """The steps by which reductions give each example its own number; False where they do not.
+
+        None where the loss takes no such output, or tells no examples apart by it.
+        """
+        try:
+            alone = self.of_slices(slices, y, batch).detach()
+        except Exception:  # noqa: BLE001 - numbers that are no probabilities, say
+            return None
+        numbers = alone[alone.isfinite()]  # an example whose targets are all ignored has none
+        if len(numbers) < 2 or bool((numbers - numbers[0]).abs().max() <= 1e-4 * numbers.abs().max()):
+            return None
+        try:
+            together, steps = self.of_reductions(output, y, batch)
+        except Exception:  # noqa: BLE001 - whatever it is, the definition does without
+            return False
+        return steps if largest_error({"": together.detach()}, {"": alone}) is None else False
+
+    def of_reductions(self, output: Any, y: Any, batch: Any) -> tuple[Tensor, list[Any]]:
+        """(b,): a loss that gives one number, its reductions taken for each example; and the functions that it called.
+
+        Raises:
+            NotPerExample: where the loss does anything else.
+        """
+        mode = OverExamples(batch, trees.tensors((output, y)), _PER_EXAMPLE)
+        with mode:
+            value = self.loss(output, y)
+        if not mode.are_numbers(value) or not value.is_floating_point():
+            raise NotPerExample
+        return value, mode.steps
+
+    def refuse_mixing(self, together: Tensor, slices: Slices, y: Any, first: int) -> None:
+        """Raise where the losses (B,) of a batch are not those of the first examples by themselves."""
+        alone = self.of_slices(slices, y, first)
+        together = together[:first]
+        for b, (got, want) in enumerate(zip(together.detach(), alone.detach(), strict=True)):
+            if largest_error({"": got}, {"": want}) is not None:
+                raise MixedExamplesError(
+                    f"{_name(self.loss)} gives example {b} of a batch {float(got):.4g}, and the same example alone "
+                    f"{float(want):.4g}: it depends on the other examples, or on how many there are. Return the losses of each "
+                    "example before anything is averaged or divided over the batch"
+                )
+
+    def of_batch(self, output: Any, y: Any, batch: int) -> Tensor:
+        """(b,): a loss that takes batches, summed over what is not the batch."""
+        value = self.loss(output, y)
+        self._check_tensor(value)
+        self._check_shape(value, batch)
+        return value.flatten(1).sum(1) if value.dim() > 1 else value
+
+    def of_slices(self, slices: Slices, y: Any, batch: int) -> Tensor:
+        """(b,): the definition, one example after the other."""
+        return torch.stack(
+            [self._scalar(self.loss(slices(b), trees.examples(y, b, b + 1))) for b in range(batch)]
+        )
+
+    def _check_shape(self, value: Tensor, batch: int) -> None:
+        if value.dim() == 0 or value.shape[0] != batch:
+            raise LossError(
+                f"{_name(self.loss)} returned shape {tuple(value.shape)} for a batch of {batch}; return one number, "
+                f"or ({batch}, ...) with the losses of each example"
+            )
+
+    def _scalar(self, value: Any) -> Tensor:
+        self._check_tensor(value)
+        if value.dim() > 0 and value.shape[0] > 1:
+            raise LossError(
+                f"{_name(self.loss)} returned shape {tuple(value.shape)} for a single example; return one number, or (1, ...)"
+            )
+        return value.sum()
+
+    def _check_tensor(self, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            getattr(value, "refuse", lambda: None)()  # a part of the output that the trace does not carry
+            raise LossError(f"{_name(self.loss)} returned {type(value).__name__}, not a tensor")
+        if not value.is_floating_point():
+            raise LossError(
+                f"{_name(self.loss)} returned {value.dtype}; a loss must be real and floating-point"
+            )
+
+
+def _name(loss: Any) -> str:
+    return f"the loss {getattr(loss, '__name__', type(loss).__name__)}"

@@ -1,0 +1,188 @@
+"""A structural copy of a module around other tensors.
+
+`copy.deepcopy` with a memo that sends every parameter and buffer to its replacement gives a module
+with the same code and structure, in which *every* reference to those tensors (a recurrent layer's
+flat list of weights, a tied head, a parametrisation) is the replacement. The original is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from ..errors import InputError, TraceError
+
+
+def shared(value: Any, depth: int = 3) -> Iterator[Tensor | torch.Generator]:
+    """In plain attributes: generators, which go on, and tensors: caches, constants, what old-style weight norm leaves behind."""
+    if isinstance(value, Tensor | torch.Generator):
+        yield value
+    elif depth and isinstance(value, Mapping | list | tuple | set):
+        inside: list[Any] = []
+        with contextlib.suppress(Exception):  # a class of the user's may refuse to be gone through
+            inside = list(value.values() if isinstance(value, Mapping) else value)
+        for v in inside:
+            yield from shared(v, depth - 1)
+
+
+def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of `model` whose parameters and buffers are `tensors`, by name; names left out are shared."""
+    # each process has the rows of its own examples
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return rebind(model.module, {k.removeprefix("module."): t for k, t in tensors.items()})
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for v in shared(vars(module)):
+            memo[id(v)] = v
+    for name, t in named_tensors(model).items():
+        memo[id(t)] = tensors.get(name, t)
+    try:
+        try:
+            return copy.deepcopy(model, dict(memo))
+        except Exception:  # noqa: BLE001 - a lock, a generator, a handle: whatever cannot be copied is shared
+            return copy.deepcopy(model, memo | _uncopyable(model, memo))
+    except Exception as e:
+        raise TraceError(
+            f"{type(model).__name__} cannot be copied structurally: {type(e).__name__}: {e}; "
+            "make it work with copy.deepcopy, or pass a function f(params, x) instead of the module"
+        ) from e
+
+
+def _uncopyable(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, Any]:
+    """What the modules' plain attributes hold that has no copy."""
+    found = {}
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if key in ("_modules", "_parameters", "_buffers"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo) | {id(m): m for m in model.modules()})
+            except Exception:  # noqa: BLE001 - no matter why
+                found[id(value)] = value
+    return found
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, then buffers, by name; a tied one once."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+class Bound:
+    """A model, module or function, whose forward can be taken at any parameters and buffers."""
+
+    def __init__(self, model: nn.Module | Callable[..., Any]):
+        for path, m in model.named_modules() if isinstance(model, nn.Module) else ():
+            if isinstance(m, torch.jit.ScriptModule):
+                what = f"the module at '{path}'" if path else "the model"
+                raise InputError(
+                    f"{what} is scripted ({m.original_name}), and TorchScript keeps its parameters to itself; pass the Python "
+                    "module that it was made of"
+                )
+        self.model = model
+
+    @property
+    def is_module(self) -> bool:
+        """Whether the model is an `nn.Module`."""
+        return isinstance(self.model, nn.Module)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The module's own parameters; nothing for a function."""
+        return dict(self.model.named_parameters()) if isinstance(self.model, nn.Module) else {}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's buffers; nothing for a function."""
+        return dict(self.model.named_buffers()) if isinstance(self.model, nn.Module) else {}
+
+    def writes_to_parameters(self) -> bool:
+        """Whether a forward changes parameters in place, as embeddings with `max_norm` do."""
+        modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
+        return any(getattr(m, "max_norm", None) is not None for m in modules)
+
+    def at(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Callable[..., Any]:
+        """The forward function at these parameters and buffers."""
+        if isinstance(self.model, nn.Module):
+            return rebind(self.model, {**params, **buffers})
+        function = self.model
+        return lambda *args, **kwargs: function(dict(params), *args, **kwargs)
+
+    def fresh(self, params: dict[str, Tensor]) -> Callable[..., Any]:
+        """The forward function at these parameters and copies of the buffers, free to be changed."""
+        copies = {k: b.detach().clone() for k, b in self.buffers().items()}
+        forward = self.at(params, copies)
+        if not isinstance(self.model, nn.Module) or not _captures(self.model):
+            return forward
+        return _substituted(
+            forward, {id(t): (params | copies)[k] for k, t in named_tensors(self.model).items()}
+        )
+
+
+def _captures(model: nn.Module) -> bool:
+    """Whether code of the module reaches tensors or modules through a closure, which no copy of the module changes."""
+    for m in model.modules():
+        for f in (*vars(m).values(), type(m).forward):
+            for cell in getattr(_innermost(f), "__closure__", None) or ():
+                with contextlib.suppress(ValueError):  # an empty cell
+                    if isinstance(cell.cell_contents, Tensor | nn.Module):
+                        return True
+    return False
+
+
+def _innermost(f: Any) -> Any:
+    """The function under a method, or under what wraps it (`torch.compile`, say)."""
+    f = getattr(f, "__func__", f)
+    return inspect.unwrap(f) if isinstance(f, FunctionType) else f
+
+
+class _Substitution(TorchFunctionMode):
+    """Every operation sees the replacement of a tensor wherever it is given the original."""
+
+    def __init__(self, replacements: dict[int, Tensor]):
+        super().__init__()
+        self._replacements = replacements
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda t: self._replacements.get(id(t), t), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _substituted(forward: Callable[..., Any], replacements: dict[int, Tensor]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Substitution(replacements):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def global_hooks() -> tuple[int, ...]:
+    """The keys of the hooks that are registered for every module there is."""
+    module = torch.nn.modules.module
+    if not module._has_any_global_hook():
+        return ()
+    hooks = (
+        module._global_forward_hooks, module._global_forward_pre_hooks,
+        module._global_backward_hooks, module._global_backward_pre_hooks,
+    )  # fmt: skip
+    return tuple(key for held in hooks for key in held)  # a key is given once
+
+
+def refuse_backward_hooks(model: nn.Module | Callable[..., Any]) -> None:
+    """Raise where a module has hooks that autograd would run on its way back."""
+    if not isinstance(model, nn.Module):
+        return
+    for path, m in model.named_modules():
+        if m._backward_hooks or m._backward_pre_hooks:
+            raise TraceError(
+                f"{type(m).__name__} at '{path}' has a backward hook, which may change gradients and which a "
+                "pure function cannot run; remove it for this call"
+            )
+    if torch.nn.modules.module._global_backward_hooks or torch.nn.modules.module._global_backward_pre_hooks:
+        raise TraceError("a global module backward hook is registered; remove it for this call")

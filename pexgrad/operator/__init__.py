@@ -1,0 +1,1 @@
+"""The Jacobian of the losses, unevaluated, and what is computed from it without rows."""

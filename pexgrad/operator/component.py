@@ -1,0 +1,246 @@
+"""Parameters that must be looked at together, and the algebra of their terms.
+
+A *term* is one derived value with the factor of its uses. Terms that are windows into a parameter (the parameter itself, a
+transpose, a slice) keep norms and inner products, so those come from the factors in closed form, cross terms
+included. Where a term is computed from parameters in any other way, the rows of the parameters it
+reaches are built, a bounded number of examples at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from ..base.fakes import is_recorded
+from ..base.numerics import accumulable, square, squared_norms
+from ..factors import BLOCK_BYTES, Factor, Outer, Rows
+from ..factors._base import slices
+from .pullback import Window, is_linear, jvp, vjp, vjp_rows
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """One derived value and the factor of its uses."""
+
+    value: Tensor
+    params: tuple[str, ...]
+    window: Window | None
+    factor: Factor
+
+    def narrow(self, start: int, length: int) -> Term:
+        """The same for some of the examples."""
+        return replace(self, factor=self.factor.narrow(start, length))
+
+
+@dataclass(frozen=True, eq=False)
+class Component:
+    """Parameters connected by terms, with the leaves that the terms are differentiated to."""
+
+    leaves: dict[str, Tensor]
+    terms: list[Term]
+    create_graph: bool
+
+    @property
+    def batch(self) -> int:
+        """The number of examples."""
+        return self.terms[0].factor.batch
+
+    def narrow(self, start: int, length: int) -> Component:
+        """The same for some of the examples."""
+        return replace(self, terms=[t.narrow(start, length) for t in self.terms])
+
+    def rows(self, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """name -> (b, *shape), written into `out` where that is given."""
+        whole = self._of_whole()
+        if whole and (len(whole) == 1 or self._may_write()):
+            (name,) = self.leaves
+            return {name: self._sum_of_rows(whole, None if out is None else out[name])}
+        found: dict[str, Tensor] = {}
+        for term in self.terms:
+            for k, r in self._term_rows(term):
+                found[k] = found[k] + r if k in found else r
+        full = {
+            k: found[k] if k in found else p.new_zeros(self.batch, *p.shape) for k, p in self.leaves.items()
+        }
+        return full if out is None else {k: out[k].copy_(r) for k, r in full.items()}
+
+    def _of_whole(self) -> list[Factor] | None:
+        """The factors, where each is of one parameter as it is; None where some are of parts, or of other values."""
+        windows = self.windows() or {}
+        return next(iter(windows.values())) if [w.whole for w in windows] == [True] else None
+
+    def _may_write(self) -> bool:
+        """Whether results may be made in place: neither differentiated again nor written down as a graph."""
+        return not self.create_graph and not is_recorded(self.terms[0].value)
+
+    def _sum_of_rows(self, factors: list[Factor], out: Tensor | None) -> Tensor:
+        """The sum of the rows, with memory for no more than one factor's (an embedding that is the head too)."""
+        first, *others = sorted(factors, key=lambda f: f.adds_in_place)
+        if not others:
+            return first.rows(out)
+        rows = first.rows(self.terms[0].value.new_empty(self.batch, *first.shape) if out is None else out)
+        for factor in others:
+            factor.add_to(rows)
+        return rows
+
+    def _is_whole(self, term: Term) -> bool:
+        return term.window is not None and term.window.whole
+
+    def _goes_by_rows(self, term: Term) -> bool:
+        """Whether sums of rows may not be pulled back in one, because the pullback may not be linear."""
+        return term.window is None and not is_linear(term.value)
+
+    def _term_rows(self, term: Term) -> Iterator[tuple[str, Tensor]]:
+        rows = term.factor.rows()
+        if term.window is not None:
+            yield term.window.param, term.window.rows(rows, self.leaves[term.window.param])
+        else:
+            yield from vjp_rows(term.value, self.leaves, term.params, rows, self.create_graph)
+
+    def vjp(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """name -> (*shape): sum over b of weights[name][b] times row b."""
+        found: dict[str, Tensor] = {}
+        for term in self.terms:
+            for k, g in self._term_vjp(term, weights):
+                found[k] = found[k] + g if k in found else g
+        return {k: found[k] if k in found else torch.zeros_like(p) for k, p in self.leaves.items()}
+
+    def _term_vjp(self, term: Term, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        if self._is_whole(term):
+            (name,) = term.params
+            yield name, term.factor.weighted_sum(weights[name])
+            return
+        if self._goes_by_rows(term):
+            for k, rows in self._term_rows(term):
+                yield k, Rows(rows).weighted_sum(weights[k])
+            return
+        distinct = {id(weights[k]): weights[k] for k in term.params}
+        for key, w in distinct.items():
+            names = tuple(k for k in term.params if id(weights[k]) == key)
+            yield from vjp(term.value, self.leaves, names, term.factor.weighted_sum(w), self.create_graph)
+
+    def dot(self, v: dict[str, Tensor]) -> Tensor:
+        """(b,): the inner product of each row with `v`."""
+        parts = []
+        for term in self.terms:
+            if self._goes_by_rows(term):
+                parts += [Rows(rows).dot(v[k]) for k, rows in self._term_rows(term)]
+                continue
+            if term.window is not None:
+                tangent = term.window.of(v[term.window.param], self.leaves[term.window.param])
+            else:
+                tangent = jvp(term.value, self.leaves, term.params, v, self.create_graph)
+            parts.append(term.factor.dot(tangent))
+        return torch.stack(parts).sum(0) if parts else self.terms[0].value.new_zeros(self.batch).real
+
+    # --- squares and inner products -----------------------------------------------------------------
+
+    def windows(self) -> dict[Window, list[Factor]] | None:
+        """The factors by window, where inner products can be taken between factors; None where rows are needed."""
+        found: dict[Window, list[Factor]] = {}
+        for term in self.terms:
+            if term.window is None or not term.window.isometric:
+                return None
+            window, factor = _upright(term, self.leaves[term.window.param])
+            found.setdefault(window, []).append(factor)
+        if any(not a.disjoint(b) for a, b in combinations(found, 2)):
+            return None
+        return found
+
+    def sq_norms(self) -> dict[str, Tensor]:
+        """name -> (b,): squared norms, by parameter."""
+        windows = self.windows()
+        if windows is None:
+            return self._sq_norms_by_rows()
+        (name,) = self.leaves
+        parts = []
+        for same in windows.values():
+            parts += [f.sq_norms() for f in same]
+            parts += [2 * f.inner(g) for f, g in combinations(same, 2)]
+        return {name: parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)}
+
+    def _sq_norms_by_rows(self) -> dict[str, Tensor]:
+        parts: dict[str, list[Tensor]] = {k: [] for k in self.leaves}
+        for piece in self.pieces():
+            for k, r in piece.rows().items():
+                parts[k].append(squared_norms(r))
+        return {k: torch.cat(p) for k, p in parts.items()}
+
+    def pieces(self, limit: int | None = None) -> Iterator[Component]:
+        """The same, some examples at a time, whose rows together take about `limit` bytes."""
+        row_bytes = sum(p.numel() * p.element_size() for p in self.leaves.values())
+        for s in slices(self.batch, row_bytes, limit):
+            yield self.narrow(s.start, s.stop - s.start)
+
+    def sum_squares(self) -> dict[str, Tensor]:
+        """name -> (*shape): the sum over b of the squared rows, elementwise."""
+        if len(self.terms) == 1 and self.terms[0].window is not None and self.terms[0].window.isometric:
+            window, squares = self.terms[0].window, self.terms[0].factor.sum_squares()
+            return {window.param: window.rows(squares[None], self.leaves[window.param])[0]}
+        found: dict[str, Tensor] = {}
+        for piece in self.pieces():
+            for k, r in piece.rows().items():
+                squares = square(accumulable(r)).sum(0)
+                found[k] = found[k] + squares if k in found else squares
+        return found
+
+    def gram(self, other: Component) -> Tensor:
+        """(b, c): the inner products of rows with the rows of another call's component of the same parameters."""
+        mine, theirs = self.windows(), other.windows()
+        if mine is None or theirs is None or not self._matches(other, mine, theirs):
+            return self._gram_by_rows(other)
+        parts = [f.gram(g) for w in mine for f in mine[w] for g in theirs.get(w, [])]
+        shape = (self.batch, other.batch)
+        return torch.stack(parts).sum(0) if parts else self.terms[0].value.new_zeros(shape).real
+
+    def _matches(
+        self, other: Component, mine: dict[Window, list[Factor]], theirs: dict[Window, list[Factor]]
+    ) -> bool:
+        # a window is a place in memory, which says nothing of a parameter that is laid out in another way
+        same_memory = all(p.stride() == other.leaves[k].stride() for k, p in self.leaves.items())
+        return same_memory and all(a == b or a.disjoint(b) for a in mine for b in theirs)
+
+    def _gram_by_rows(self, other: Component) -> Tensor:
+        shared = [k for k in self.leaves if k in other.leaves]
+        lines = []
+        for piece in self.pieces(BLOCK_BYTES):
+            rows, line = piece.rows(), []
+            for theirs in other.pieces(BLOCK_BYTES):
+                others = theirs.rows()
+                line.append(torch.stack([Rows(rows[k]).gram(Rows(others[k])) for k in shared]).sum(0))
+            lines.append(torch.cat(line, 1))
+        return torch.cat(lines)
+
+
+def _upright(term: Term, p: Tensor) -> tuple[Window, Factor]:
+    """A term's window and factor, turned round where the window is the parameter's transpose.
+
+    So the uses of one matrix as w and as w.T (a head tied to an embedding, an autoencoder) meet in one window.
+    """
+    window, factor = term.window, term.factor
+    assert window is not None
+    turned = window.size == tuple(p.shape[::-1]) and window.stride == tuple(p.stride()[::-1])
+    if window.whole or p.dim() != 2 or not turned or not isinstance(factor, Outer) or factor.g.shape[2] != 1:
+        return window, factor
+    swapped = replace(factor, g=factor.x, x=factor.g, shape=tuple(p.shape))
+    return Window.identity(window.param, p), swapped
+
+
+def components(leaves: dict[str, Tensor], terms: list[Term], create_graph: bool) -> list[Component]:
+    """Group terms that reach a common parameter; parameters that no term reaches are in none."""
+    owner: dict[str, int] = {}  # parameter -> its group
+    groups: dict[int, list[Term]] = {}
+    for i, term in enumerate(terms):
+        touching = list(dict.fromkeys(owner[k] for k in term.params if k in owner))
+        groups[i] = [t for j in touching for t in groups.pop(j)] + [term]
+        owner |= {k: i for k, j in owner.items() if j in touching} if touching else {}
+        owner |= dict.fromkeys(term.params, i)
+    names: dict[int, dict[str, Tensor]] = {i: {} for i in groups}
+    for k, p in leaves.items():
+        if k in owner:
+            names[owner[k]][k] = p
+    return [Component(names[i], own, create_graph) for i, own in groups.items()]

@@ -1,0 +1,271 @@
+"""In each call: the cotangents of the activations, and from them each site's factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.fx.node import map_arg
+
+from ..base.fakes import is_recorded
+from ..base.nodes import nodes_in
+from ..factors import Factor, Replay
+from ..rules.registry import GIVEN, Rule
+from .layout import Anywhere, Layout
+from .plan import Use
+from .sites import Operand, Site
+from .tap import Forward, Slots
+
+# elements of an output from which a copy of its cotangent takes much longer than a call of autograd
+LARGE = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class BoundSite:
+    """A site with everything that evaluating it takes."""
+
+    site: Site
+    uses: list[Use]
+    slots: Slots
+    layouts: tuple[Layout, ...]  # of each activation
+    residual_layouts: dict[fx.Node, Layout]  # of each batched residual
+
+    @cached_property
+    def calls(self) -> list[RuleCall | None]:
+        """How each use's rule is called; None for the fallback."""
+        return [None if use.rule is None else self._call(use.rule) for use in self.uses]
+
+    def _call(self, rule: Rule) -> RuleCall:
+        arguments = {n: self._source(n) for n in (*rule.residuals, *rule.statics) if n not in GIVEN}
+        given = tuple(n for n in rule.statics if n in GIVEN)
+        statics = {n: arguments[n] for n in rule.statics if n in arguments}
+        literal = {n: a for n, a in statics.items() if not isinstance(a, Kept | Tree)}
+        kept = {n: a for n, a in statics.items() if n not in literal}
+        return RuleCall(rule.function, [arguments[n] for n in rule.residuals], literal, kept, given)
+
+    def _source(self, name: str) -> Any:
+        argument = self.site.arguments[name]
+        if isinstance(argument, fx.Node):
+            return Kept(self.slots.residuals[argument], self.residual_layouts.get(argument))
+        return Tree(argument) if any(True for _ in nodes_in(argument)) else argument
+
+
+class Kept(NamedTuple):
+    """An argument that the forward pass kept."""
+
+    slot: int
+    layout: Layout | None  # None: it has no batch
+
+
+class Tree(NamedTuple):
+    """An argument that holds nodes: a size list with the batch size in it, a list of tensors."""
+
+    argument: Any
+
+
+@dataclass(frozen=True, eq=False)
+class RuleCall:
+    """A rule's function and where its arguments come from."""
+
+    function: Callable[..., Factor]
+    residuals: list[Any]
+    literal: dict[str, Any]
+    kept: dict[str, Any]
+    given: tuple[str, ...]
+
+
+def way_out(outputs: Sequence[Tensor]) -> GradientEdge | None:
+    """Where the cotangent of the model's output arrives, if there is one output and a large one that lies contiguous.
+
+    It is taken before the loss may write into the output.
+    """
+    active = [t for t in outputs if t.requires_grad]
+    if (
+        len(active) != 1
+        or is_recorded(active[0])
+        or active[0].numel() < LARGE
+        or not active[0].is_contiguous()
+    ):
+        return None
+    return get_gradient_edge(active[0])
+
+
+def cotangents(
+    forward: Forward, losses: Tensor, out: GradientEdge | None, sites: Sequence[BoundSite], create_graph: bool
+) -> list[Tensor | None]:
+    """dL_b / d(activation), for every edge: one backward that computes no parameter's gradient.
+
+    Where the examples' parts of an activation overlap, (b, *shape): there it takes a backward for each example.
+    """
+    if not losses.requires_grad:
+        return [None] * len(forward.edges)
+    apart = {
+        i
+        for site in sites
+        for i, at in zip(site.slots.edges, site.layouts, strict=True)
+        if isinstance(at, Anywhere) and forward.edges[i] is not None
+    }
+    together = [i for i, e in enumerate(forward.edges) if e is not None and i not in apart]
+    found: dict[int, Tensor | None] = {}
+    if apart:
+        found |= _cotangents_apart(forward, losses, sorted(apart), create_graph)
+    if together:
+        with torch.enable_grad():
+            total = losses.sum()
+        found |= dict(
+            zip(
+                together,
+                _backward(total, out, [forward.edges[i] for i in together], create_graph),
+                strict=True,
+            )
+        )
+    return forward.cotangents(found.get(i) for i in range(len(forward.edges)))
+
+
+def _backward(
+    total: Tensor, out: GradientEdge | None, edges: list[Any], create_graph: bool
+) -> Sequence[Tensor | None]:
+    """One backward; it rests at a large output, whose cotangent is brought into order there.
+
+    A language model's logits are transposed for the loss, and their cotangent would be copied twice otherwise, by the
+    operation's own backward and by the factor.
+    """
+    if out is None:
+        return torch.autograd.grad(total, edges, create_graph=create_graph, allow_unused=True)
+    (cotangent,) = torch.autograd.grad(total, [out], create_graph=create_graph, allow_unused=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if cotangent is None:
+        return [None] * len(edges)
+    return torch.autograd.grad(
+        [out], edges, [cotangent.contiguous()], create_graph=create_graph, allow_unused=True
+    )  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _cotangents_apart(
+    forward: Forward, losses: Tensor, edges: list[int], create_graph: bool
+) -> dict[int, Tensor | None]:
+    of_examples = [
+        torch.autograd.grad(  # pyright: ignore[reportCallIssue]
+            loss, [forward.edges[i] for i in edges],  # pyright: ignore[reportArgumentType]
+            retain_graph=True, create_graph=create_graph, allow_unused=True,
+        )
+        for loss in losses.unbind()
+    ]  # fmt: skip
+    return {i: _stacked(column) for i, column in zip(edges, zip(*of_examples, strict=True), strict=True)}
+
+
+def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
+    present = next((g for g in grads if g is not None), None)
+    if present is None:
+        return None
+    return torch.stack([torch.zeros_like(present) if g is None else g for g in grads])
+
+
+def factors(
+    bound: BoundSite,
+    forward: Forward,
+    grads: Sequence[Tensor | None],
+    batch: int,
+    conv_rule: str,
+    create_graph: bool,
+) -> Iterator[tuple[Operand, Tensor, Factor]]:
+    """Each operand of a site that the losses depend on: the operand, its value, its factor."""
+    own = [grads[i] for i in bound.slots.edges]
+    if all(g is None for g in own):
+        return
+    cotangent = None
+    for use, call, slot in zip(bound.uses, bound.calls, bound.slots.operands, strict=True):
+        operand_value = forward.operands[slot]
+        if call is None:
+            factor: Factor = _replay(bound, use, forward, own, operand_value, batch, create_graph)
+        else:
+            if cotangent is None:
+                assert own[0] is not None
+                cotangent = bound.layouts[0].split(own[0], batch)
+            factor = _by_rule(bound, call, forward, cotangent, operand_value, batch, conv_rule)
+        yield use.operand, operand_value, factor
+
+
+def _by_rule(
+    bound: BoundSite,
+    call: RuleCall,
+    forward: Forward,
+    cotangent: Tensor,
+    operand: Tensor,
+    batch: int,
+    conv_rule: str,
+) -> Factor:
+    given = {
+        "shape": operand.shape,
+        "dtype": operand.dtype,
+        "batch_dim": bound.layouts[0].dim,
+        "conv_rule": conv_rule,
+    }
+
+    def kept(slot: int, at: Layout | None) -> Any:
+        value = forward.residuals[slot]
+        if isinstance(value, Tensor) and not torch.is_grad_enabled():
+            value = value.detach()
+        return value if at is None else at.split(value, batch)
+
+    def argument(source: Any) -> Any:
+        if isinstance(source, Kept):
+            return kept(*source)
+        if isinstance(source, Tree):
+            slots, layouts = bound.slots.residuals, bound.residual_layouts
+            return map_arg(source.argument, lambda n: kept(slots[n], layouts.get(n)))
+        return source
+
+    return call.function(
+        cotangent,
+        *map(argument, call.residuals),
+        **call.literal,
+        **{n: argument(a) for n, a in call.kept.items()},
+        **{n: given[n] for n in call.given},
+    )
+
+
+def _replay(
+    bound: BoundSite, use: Use, forward: Forward, grads: Sequence[Tensor | None], operand: Tensor, batch: int,
+    create_graph: bool,
+) -> Replay:  # fmt: skip
+    """Run the operation once more on its own; each example's row is then one vector-Jacobian product."""
+    # an alias, so that only this use of the operand counts: residuals may depend on it too
+    leaf = operand.view_as(operand) if create_graph else operand.detach().requires_grad_()
+
+    def argument(node: fx.Node) -> Any:
+        if node is use.operand.node:
+            return leaf
+        kept = forward.residuals[bound.slots.residuals[node]]
+        return kept.detach() if isinstance(kept, Tensor) and not create_graph else kept
+
+    args, kwargs = map_arg((bound.site.node.args, bound.site.node.kwargs), argument)
+    with torch.enable_grad():
+        result = bound.site.node.target(*args, **kwargs)  # type: ignore[operator]
+    outputs = _outputs(result, bound.site)
+    present = [
+        (out, g, at) for out, g, at in zip(outputs, grads, bound.layouts, strict=True) if g is not None
+    ]
+
+    def vjp(masked: list[Tensor]) -> Tensor:
+        (row,) = torch.autograd.grad(
+            [out for out, _, _ in present], [leaf], masked,
+            retain_graph=True, create_graph=create_graph, allow_unused=True,
+        )  # fmt: skip
+        return torch.zeros_like(operand) if row is None else row
+
+    return Replay(
+        lambda b: vjp([at.only(g, batch, b) for _, g, at in present]),
+        lambda w: vjp([at.scale(g, w) for _, g, at in present]),
+        0, batch, batch, tuple(operand.shape), operand.dtype,
+    )  # fmt: skip
+
+
+def _outputs(result: Any, site: Site) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    return [result[out.args[1]] for out in site.outputs]  # each output is a getitem of the operation

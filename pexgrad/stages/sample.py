@@ -1,0 +1,123 @@
+"""A few examples and slightly changed parameters, on which a new trace is probed and verified.
+
+The parameters are jittered so that a layer initialised to zero does not hide everything before it. Own
+generators are used throughout: the global ones are neither read nor advanced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..inputs.call import Call
+
+# batch sizes to try, in this order: three tell the parts of a fold apart
+SIZES = (3, 2, 4, 5, 6, 8, 16, 32, 64)
+
+
+def draw(serves: Callable[[int], bool], call: Call, scramble: bool) -> Call:
+    """Take a few of the user's examples, repeated with some noise where there are too few.
+
+    The first two differ in as many inputs as any do. With `scramble`, made up examples get values that may not fit one
+    another (boxes whose left edge is right of the right one).
+    """
+    batch = call.batch
+    size = next((n for n in (*SIZES, batch) if serves(n)), batch)
+    generator = torch.Generator().manual_seed(0)
+    order = _order(call)
+    few = call.take([order[i % batch] for i in range(size)])
+    if batch < size:
+        few = few.with_inputs(lambda t: _varied(t, batch, generator, scramble and batch == 1))
+    trainable = set(call.trainable)
+    return few.at(
+        {k: _jitter(p, generator) if k in trainable else p.detach() for k, p in call.params.items()}
+    )
+
+
+def _jitter(p: Tensor, generator: torch.Generator) -> Tensor:
+    fan_in = p[0].numel() if p.dim() > 1 and p.shape[0] else 100
+    p = p.detach()
+    return (p + normal_like(p, generator) * (0.1 * p.abs() + 0.1 / max(1, fan_in) ** 0.5)).requires_grad_()
+
+
+def _order(call: Call) -> list[int]:
+    """The first example, then the one that differs from it in the most tensors, then the others."""
+    others = torch.zeros(call.batch, dtype=torch.long, device="cpu")
+    for t in _compared(call):
+        others += (t != t[:1]).reshape(call.batch, -1).any(1).cpu()
+    first = [0, int(others.argmax())] if bool(others.any()) else [0]
+    return first + [b for b in range(call.batch) if b not in first]
+
+
+def _compared(call: Call) -> list[Tensor]:
+    """The tensors that noise cannot change, of whose role the examples themselves must tell."""
+    return [t for t in call.inputs() if not _is_numbers(t)] + call.targets()
+
+
+def alike(call: Call, targets: bool) -> tuple[int, ...]:
+    """Of the compared tensors, those of which all examples are the same; with or without the targets."""
+    tensors = _compared(call)
+    counted = tensors if targets else tensors[: len(tensors) - len(call.targets())]
+    return tuple(i for i, t in enumerate(counted) if _is_alike(t))
+
+
+def still_alike(call: Call, which: Sequence[int]) -> bool:
+    """Whether in these, too, all examples are the same."""
+    if not which:
+        return True
+    tensors = _compared(call)
+    return all(_is_alike(tensors[i]) for i in which)
+
+
+def _is_alike(t: Tensor) -> bool:
+    return bool((t == t[:1]).all())
+
+
+def _is_numbers(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
+    return normal_like(t, generator) * (0.3 * t.abs() + 0.1)
+
+
+def normal_like(t: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers of t's shape: the same on every device, and whatever the default one."""
+    return torch.randn(t.shape, generator=generator, device="cpu").to(t.device, t.dtype)
+
+
+def varied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers with noise, so that no two are alike."""
+    generator = torch.Generator().manual_seed(0)
+    return [t + _noise(t, generator) if _is_numbers(t) else t for t in tensors]
+
+
+def shrunk(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers that are each a little nearer to zero: probabilities stay probabilities."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        t * (1 - 0.2 * normal_like(t, generator).abs().clamp(max=4)) if _is_numbers(t) else t for t in tensors
+    ]
+
+
+def _varied(t: Tensor, start: int, generator: torch.Generator, scramble: bool) -> Tensor:
+    """`t` with other examples from `start` on: with noise on numbers; with `scramble`, with values from elsewhere in `t`."""
+    out, part = t.clone(), t[start:]
+    if _is_numbers(t):
+        out[start:] += _noise(part, generator)
+    elif scramble and t.numel() and t.device.type == "cpu":  # an index out of range would end a CUDA process
+        out[start:] = t.flatten()[torch.randint(t.numel(), part.shape, generator=generator, device="cpu")]
+    return out
+
+
+def all_but(t: Tensor, b: int, generator: torch.Generator) -> Tensor:
+    """`t` with all examples but b changed: noise for numbers; for the rest, whose values must be ones that the model takes,
+    copies of example b.
+    """
+    if not _is_numbers(t):
+        return t[b : b + 1].expand_as(t).clone()
+    out = t + _noise(t, generator)
+    out[b] = t[b]
+    return out

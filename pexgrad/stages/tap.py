@@ -1,0 +1,164 @@
+"""Stage 5: the graph as a program that also returns what the rules need.
+
+An activation is tapped by its *gradient edge*, the place in autograd's graph where its cotangent arrives. Unlike the
+tensor itself an edge stays right when a later operation changes the activation in place, and keeps no memory alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.fx.graph import CodeGen
+
+from ..base.nodes import mutated_operands, storage, value, where
+from ..errors import ANY_MODEL, TraceError
+from ..tracing.trace import Trace
+from .parts import Part, find_parts
+from .plan import Use, nodes_needed
+from .rewrite import insert
+from .sites import Site
+from .strides import settle_strides
+
+aten = torch.ops.aten
+
+
+class Forward(NamedTuple):
+    """What one run of the program returns."""
+
+    outputs: list[Tensor]
+    edges: list[GradientEdge | None]  # one for each activation; None where no gradient reaches it
+    residuals: list[Any]
+    operands: list[Tensor]
+    parts: dict[int, Part]  # edges that are not needed, since their cotangents are parts of others'
+
+    def cotangents(self, found: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """One for each edge, from those found at the edges themselves."""
+        complete = list(found)
+        for i, part in self.parts.items():
+            complete[i] = part.of(complete[part.whole])
+        return complete
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Where in a `Forward` the values of one site are."""
+
+    edges: tuple[int, ...]
+    residuals: dict[fx.Node, int]
+    operands: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The tapped graph and where to find each site's values in what it returns."""
+
+    module: fx.GraphModule
+    slots: list[Slots]
+    parts: dict[int, Part]
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The nodes of the model's output."""
+        return list(next(iter(reversed(self.module.graph.nodes))).args[0][0])
+
+    def run(self, values: Sequence[Tensor]) -> Forward:
+        """Run forward on parameters, buffers and inputs."""
+        with torch.enable_grad():
+            return Forward(*self.module.forward(*values), parts=self.parts)
+
+
+def gradient_edge(activation: Tensor) -> GradientEdge | None:
+    """The edge at which the activation's cotangent arrives; None where there is none."""
+    return get_gradient_edge(activation) if activation.requires_grad else None
+
+
+def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
+    """Make the graph return edges, residuals and operands; changes `trace.graph`."""
+    graph = trace.graph
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    last_write = _last_writes(graph, order)
+    edges: list[fx.Node | None] = []
+    activations = [(site, out) for site in sites for out in site.outputs]
+    written = {out for site, out in activations if last_write.get(storage(out), -1) > order[site.node]}
+    places = {
+        out: i for i, (site, out) in enumerate(activations) if out not in written and not site.is_copies
+    }
+    parts = find_parts(graph, places)
+    residuals: dict[fx.Node, int] = {}
+    operands: dict[fx.Node, int] = {}
+    slots = []
+    moved: dict[fx.Node, fx.Node] = {}
+    for site, site_uses in zip(sites, uses, strict=True):
+        first_edge = len(edges)
+        for out in site.outputs:
+            moved[out] = _tapped(trace, out, written=out in written, shared=len(site.outputs) > 1)
+            with graph.inserting_after(moved[out]):
+                needed = len(edges) not in parts
+                edges.append(graph.call_function(gradient_edge, (moved[out],)) if needed else None)
+        slot = {}
+        for n in nodes_needed(site_uses, site):
+            kept = _shield(trace, moved.get(n, n), site, last_write, order)
+            slot[n] = residuals.setdefault(kept, len(residuals))
+        for use in site_uses:
+            _refuse_overwritten(use.operand.node, site, last_write, order)
+            operands.setdefault(use.operand.node, len(operands))
+        slots.append(
+            Slots(
+                tuple(range(first_edge, len(edges))),
+                slot,
+                tuple(operands[use.operand.node] for use in site_uses),
+            )
+        )
+    settle_strides(graph)
+    output = next(iter(reversed(graph.nodes)))
+    output.args = ((output.args[0], edges, list(residuals), list(operands)),)
+    graph.set_codegen(CodeGen())
+    graph.lint()
+    return Program(fx.GraphModule(trace.root, graph), slots, parts)
+
+
+def own_memory(activation: Tensor) -> Tensor:
+    """`activation`, or a copy where it is a view: writing into a view takes autograd past the view's edge."""
+    return activation.clone() if activation._is_view() else activation
+
+
+def _tapped(trace: Trace, out: fx.Node, *, written: bool, shared: bool) -> fx.Node:
+    """The node at which `out` is tapped, and which everything else now uses in its place."""
+    if not written and not shared:
+        return out
+    # outputs of one operation may be computed from one another: an alias separates what arrives from outside
+    target = own_memory if not shared else aten.clone.default if written else aten.alias.default
+    with trace.graph.inserting_after(out):
+        new = trace.graph.call_function(target, (out,))
+    new.meta.update(out.meta)  # the fake value too: it stands for the same memory
+    out.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    return new
+
+
+def _last_writes(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[int | None, int]:
+    return {storage(t): order[node] for node in graph.nodes for t in mutated_operands(node)}
+
+
+def _shield(
+    trace: Trace, n: fx.Node, site: Site, last_write: dict[int | None, int], order: dict[fx.Node, int]
+) -> fx.Node:
+    """`n`, or a copy taken before the site runs where a later operation writes to its memory."""
+    if last_write.get(storage(n), -1) < order[site.node] or not isinstance(value(n), Tensor):
+        return n
+    with trace.graph.inserting_before(site.node):
+        return insert(trace, aten.clone.default, (n,), like=n)
+
+
+def _refuse_overwritten(
+    n: fx.Node, site: Site, last_write: dict[int | None, int], order: dict[fx.Node, int]
+) -> None:
+    if last_write.get(storage(n), -1) > order[site.node]:
+        raise TraceError(
+            f"{where(n)} is used by {where(site.node)} and overwritten afterwards; "
+            f"use a new tensor for the new value, or {ANY_MODEL}"
+        )

@@ -1,0 +1,221 @@
+"""Operations that are traced as the simpler ones they are made of, so that their rules apply.
+
+Recurrent layers become their linear maps and gates, step by step; the uses of one weight over time are joined again into
+one factor afterwards. Shapes: x (t, b, i), a state (b, h), gates (b, n h) with n = 4 for LSTM, 3 for GRU, 1 for RNN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..base.source import calling_line
+from ..errors import ANY_MODEL, TraceError
+from .contractions import CONTRACTIONS
+from .lookups import LOOKUPS
+
+aten = torch.ops.aten
+
+# (input's part of the gates, state, w_hh, b_hh) -> state, of which the first tensor is the step's output
+Step = Callable[[Tensor, tuple[Tensor, ...], Tensor, Any], tuple[Tensor, ...]]
+
+
+def lstm_step(xs: Tensor, state: tuple[Tensor, ...], w_hh: Tensor, b_hh: Any) -> tuple[Tensor, ...]:
+    """i, f, g, o = gates; c' = f c + i g; h' = o tanh(c')."""
+    h, c = state
+    i, f, g, o = (xs + linear(h, w_hh, b_hh)).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def gru_step(xs: Tensor, state: tuple[Tensor, ...], w_hh: Tensor, b_hh: Any) -> tuple[Tensor, ...]:
+    """r, z, n = gates; h' = n + z (h - n), where r scales the hidden part of n."""
+    (h,) = state
+    xr, xz, xn = xs.chunk(3, -1)
+    hr, hz, hn = linear(h, w_hh, b_hh).chunk(3, -1)
+    n = (xn + (xr + hr).sigmoid() * hn).tanh()
+    return (n + (xz + hz).sigmoid() * (h - n),)
+
+
+def tanh_step(xs: Tensor, state: tuple[Tensor, ...], w_hh: Tensor, b_hh: Any) -> tuple[Tensor, ...]:
+    """h' = tanh(gates)."""
+    return ((xs + linear(state[0], w_hh, b_hh)).tanh(),)
+
+
+def relu_step(xs: Tensor, state: tuple[Tensor, ...], w_hh: Tensor, b_hh: Any) -> tuple[Tensor, ...]:
+    """h' = relu(gates)."""
+    return ((xs + linear(state[0], w_hh, b_hh)).relu(),)
+
+
+def _direction(
+    step: Step,
+    x: Tensor,
+    state: tuple[Tensor, ...],
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    *,
+    reverse: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One layer in one direction: its outputs (t, b, h) and its last state."""
+    w_ih, w_hh, *rest = weights
+    b_ih, b_hh = rest[:2] if has_biases else (None, None)
+    project = rest[2:] if has_biases else rest  # an LSTM's projection of its output
+    xs, outputs = linear(x, w_ih, b_ih).unbind(0), []
+    for part in reversed(xs) if reverse else xs:
+        h, *others = step(part, state, w_hh, b_hh)
+        h = linear(h, project[0]) if project else h
+        state = (h, *others)
+        outputs.append(h)
+    return torch.stack(outputs[::-1] if reverse else outputs), state
+
+
+def _recurrent(
+    step: Step, x: Tensor, states: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """All layers: the outputs, then each kind of state, stacked over layers and directions."""
+    x = x.transpose(0, 1) if batch_first else x
+    runs = num_layers * (2 if bidirectional else 1)
+    size = len(params) // runs
+    last: list[tuple[Tensor, ...]] = []
+    for layer in range(num_layers):
+        outputs = []
+        for reverse in (False, True) if bidirectional else (False,):
+            k = len(last)
+            start = tuple(s[k] for s in states)
+            out, state = _direction(
+                step, x, start, params[k * size : (k + 1) * size], has_biases, reverse=reverse
+            )
+            outputs.append(out)
+            last.append(state)
+        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if dropout and train and layer < num_layers - 1:
+            x = torch.dropout(x, dropout, True)
+    x = x.transpose(0, 1) if batch_first else x
+    return x, *(torch.stack(kind) for kind in zip(*last, strict=True))
+
+
+def _lstm(x: Tensor, states: Sequence[Tensor], *args: Any) -> tuple[Tensor, ...]:
+    return _recurrent(lstm_step, x, states, *args)
+
+
+def _one_state(step: Step) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda x, state, *args: _recurrent(step, x, (state,), *args)
+
+
+def _cell(step: Step) -> Callable[..., Any]:
+    def cell(x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
+        state = step(linear(x, w_ih, b_ih), (hx,) if isinstance(hx, Tensor) else tuple(hx), w_hh, b_hh)
+        return state if len(state) > 1 else state[0]  # pyright: ignore[reportGeneralTypeIssues]
+
+    return cell
+
+
+def take_along_dim(x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    """`gather` on operands broadcast to one another, all but `dim`; torch's own fixes every size."""
+    if dim is None:
+        return x.flatten().gather(0, indices.flatten())
+    dim %= x.dim()
+
+    def larger(n: Any, m: Any) -> Any:  # without a guard on the batch size
+        return m if isinstance(n, int) and n == 1 else n
+
+    shared = [larger(n, m) for n, m in zip(x.shape, indices.shape, strict=True)]
+
+    def expanded(t: Tensor) -> Tensor:
+        return t.expand([t.shape[dim] if i == dim else n for i, n in enumerate(shared)])
+
+    return expanded(x).gather(dim, expanded(indices))
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """w = g v / |v|; torch's fused kernel takes |v| for a constant in its second derivative."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def refuse_packing(*_: Any) -> Any:
+    """`pack_padded_sequence` lays sequences out by their lengths, which are data."""
+    raise TraceError(
+        f"a packed sequence (at {calling_line()}) is laid out by the lengths of all examples, which no graph can follow; run the "
+        f"recurrent layer on the padded batch and read each example's output at its length (gather), or {ANY_MODEL}"
+    )
+
+
+def batch_norm_backward(
+    g: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, _: Any, __: Any, train: bool, eps: float,
+    wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    """In eval y = w (x - m) / s + c; torch's kernel on a CPU divides by the number of elements, which may be zero."""
+    if train:
+        return NotImplemented
+    channels = [1, -1] + [1] * (x.dim() - 2)
+    others = [d for d in range(x.dim()) if d != 1]
+    scale = (var + eps).rsqrt()
+    of_x = g * (scale if weight is None else scale * weight).reshape(channels)
+    of_weight = (g * (x - mean.reshape(channels))).sum(others) * scale
+    parts = of_x.to(x.dtype), of_weight, g.sum(others)
+    return tuple(part if w else None for part, w in zip(parts, wanted, strict=True))
+
+
+def group_norm_backward(
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, n: Any, c: Any, size: Any, group: int,
+    wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    """Without the scale, in one precision."""
+    scale = None if weight is None else weight.reshape(1, -1, *[1] * (g.dim() - 2))
+
+    def plain(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Any:
+        return aten.native_group_norm_backward(g, x, mean, rstd, None, n, c, size, group, wanted)
+
+    return _in_one_precision(plain, g, x, mean, rstd, scale, wanted)
+
+
+def layer_norm_backward(
+    g: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    """The same for layer norm."""
+
+    def plain(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Any:
+        return aten.native_layer_norm_backward(g, x, shape, mean, rstd, None, None, wanted)
+
+    return _in_one_precision(plain, g, x, mean, rstd, weight, wanted)
+
+
+def _in_one_precision(
+    plain: Callable[..., Any], g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor | None,
+    wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    """Under autocast the scale is in another precision than what it scales, which vmap's rule does not take."""
+    if scale is None or scale.dtype == x.dtype or any(wanted[1:]):
+        return NotImplemented
+    of_x, *others = plain(g.to(scale.dtype) * scale, *(t.to(scale.dtype) for t in (x, mean, rstd)))
+    return of_x.to(x.dtype), *others
+
+
+# of what autograd adds to a graph
+BACKWARD = {
+    aten.native_batch_norm_backward.default: batch_norm_backward,
+    aten.native_group_norm_backward.default: group_norm_backward,
+    aten.native_layer_norm_backward.default: layer_norm_backward,
+}
+
+DECOMPOSITIONS = {
+    aten.lstm.input: _lstm,
+    aten.gru.input: _one_state(gru_step),
+    aten.rnn_tanh.input: _one_state(tanh_step),
+    aten.rnn_relu.input: _one_state(relu_step),
+    aten.lstm_cell.default: _cell(lstm_step),
+    aten.gru_cell.default: _cell(gru_step),
+    aten.rnn_tanh_cell.default: _cell(tanh_step),
+    aten.rnn_relu_cell.default: _cell(relu_step),
+    aten.take_along_dim.default: take_along_dim,
+    aten._weight_norm.default: weight_norm,
+    aten._pack_padded_sequence.default: refuse_packing,
+    **LOOKUPS,
+    **CONTRACTIONS,
+}

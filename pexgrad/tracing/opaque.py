@@ -1,0 +1,142 @@
+"""What a graph of operations would lose: a custom function's own backward, tensor hooks, and `.data`.
+
+While a model is traced, `torch.autograd.Function.apply` becomes one opaque node that calls it again when the
+graph runs, and `Tensor.register_hook` becomes a node through which the value passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from ..base.source import calling_line
+from ..errors import ANY_MODEL, TraceError
+
+HOOKED = "hooked"  # key in a node's meta: the value passes through tensor hooks here
+
+
+@contextlib.contextmanager
+def opaque_functions() -> Iterator[None]:
+    """Trace every custom `autograd.Function` as one node."""
+    apply = Function.__dict__["apply"]
+
+    def traced_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        plain = apply.__get__(None, cls)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            raise TraceError(
+                f"torch.utils.checkpoint with use_reentrant=True (at {calling_line()}) gives gradients to .backward() alone, "
+                "so there are none for one example; use checkpoint(..., use_reentrant=False)"
+            )
+        if get_proxy_mode() is None or cls.__module__.startswith("torch."):
+            return plain(*args, **kwargs)
+        return _record(_named(plain, cls.__name__), args, kwargs)
+
+    with mock.patch.object(Function, "apply", classmethod(traced_apply)):
+        yield
+
+
+@contextlib.contextmanager
+def traced_hooks() -> Iterator[None]:
+    """Trace every `Tensor.register_hook` as a node that registers it when the graph runs."""
+    plain = Tensor.register_hook
+
+    def register_hook(self: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        if get_proxy_mode() is None:
+            return plain(self, hook)
+        hooks: OrderedDict[int, Callable[[Tensor], Tensor | None]] = OrderedDict()
+        handle = RemovableHandle(hooks)  # a handle removed during the forward leaves nothing to register
+        hooks[handle.id] = hook
+
+        def attach(value: Tensor) -> Tensor:
+            out = value.view_as(value)
+            if out.requires_grad:
+                for h in hooks.values():
+                    plain(out, h)
+            return out
+
+        _record(attach, (self,), {}, meta={HOOKED: True}, result=self)
+        return handle
+
+    with mock.patch.object(Tensor, "register_hook", register_hook):
+        yield
+
+
+@contextlib.contextmanager
+def traced_data() -> Iterator[None]:
+    """Trace `x.data` as `x.detach()`: torch makes it behind the back of everything that records operations."""
+    plain = torch._C.TensorBase.data
+
+    def get(self: Tensor) -> Tensor:
+        return (
+            self.detach()
+            if isinstance(self, FakeTensor) and get_proxy_mode() is not None
+            else plain.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+        )
+
+    with mock.patch.object(Tensor, "data", property(get, plain.__set__), create=True):  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _record(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    meta: dict[str, Any] | None = None,
+    result: Tensor | None = None,
+) -> Any:
+    """Add `function(*args)` to the graph as one call; `result`, if given, is what it stands for from now on."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    tracer = mode.tracer
+    proxy_args, proxy_kwargs = tree_map(tracer.unwrap_proxy, (args, kwargs))
+    try:
+        proxy = tracer.create_proxy("call_function", function, proxy_args, proxy_kwargs)
+    except NotImplementedError as e:  # a module, say: its parameters would not be the call's
+        raise TraceError(
+            f"the custom autograd.Function {function.__name__} is given objects that a graph cannot hold ({_brief(e)}); give it "
+            f"the tensors themselves, or {ANY_MODEL}"
+        ) from e
+    proxy.node.meta.update(meta or {})
+    if result is None:
+        with disable_proxy_modes_tracing():
+            result = tree_map(_fresh, function(*args, **kwargs))
+    track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+    return result
+
+
+def _brief(e: Exception) -> str:
+    return str(e).removeprefix("argument of type: ").splitlines()[0]
+
+
+def _fresh(value: Any) -> Any:
+    # an output that is one of the inputs would take over that input's place in the graph
+    return value.view_as(value) if isinstance(value, Tensor) else value
+
+
+def settle_hooks(graph: fx.Graph) -> None:
+    """Let every use of a hooked value, earlier ones included, pass through its hooks."""
+    for node in list(graph.nodes):
+        if node.meta.get(HOOKED):
+            (source,) = node.all_input_nodes
+            source.append(node)
+            source.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user is not node)

@@ -1,0 +1,268 @@
+"""Numbers that the model's Python code reads from tensors while it is traced: `if mask.all()`, `lengths.max().item() <= 7`.
+
+A reading is answered for real, on each example as a batch of one, by running the operations it is computed from. Where
+every example gives the same answer, the code goes the same way for each of them as it would for that example alone, and
+the trace holds wherever they give that answer again, which is checked at every call.
+
+What a reading may depend on: constants, buffers, and either parameters or inputs that are not floating (masks, ids,
+lengths). Numbers read from floating inputs, or from activations, are refused: examples would agree on them only by chance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..base.memory import storage_of
+from ..base.nodes import is_model_of, mutated_operands, storage, value
+from ..base.source import calling_line
+from ..errors import ANY_MODEL, TraceError
+from ..inputs.call import Call
+
+aten = torch.ops.aten
+
+Answer = bool | int
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What Python code asked of numbers read from tensors, and the answer that it got."""
+
+    asked: sympy.Basic  # of `symbols`
+    kind: type[Answer]
+    symbols: tuple[sympy.Symbol, ...]
+    program: fx.GraphModule  # the placeholders' values -> the numbers that `symbols` stand for
+    of_inputs: bool  # whether their data enters, or only their shapes
+    varies: bool  # whether another call may give another answer
+    source: str
+
+    def answers(self, call: Call) -> Iterator[Answer]:
+        """The answer for each example; one for all where no input's data enters."""
+        for b in range(call.batch if self.of_inputs else 1):
+            with _disable_current_modes(), torch.no_grad():  # not a part of what is being traced
+                numbers = self.program(*call.values_of(b))
+            numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
+            yield self.kind(_at(self.asked, dict(zip(self.symbols, numbers, strict=True))))
+
+
+class Reader:
+    """Answers what is asked during one trace, and remembers it."""
+
+    def __init__(self, call: Call, batch: sympy.Symbol):
+        self.call, self.batch = call, batch
+        self.given: dict[tuple[sympy.Basic, type[Answer]], tuple[Reading, Answer]] = {}
+        self.was_asked = False  # for any number, constants' included
+        self.fixed_at = ""  # the last line that asked for the batch size itself, or compared it with a number
+
+    def note(self) -> None:
+        """Remember that some number was taken out of a tensor."""
+        self.was_asked = True
+
+    def answer(self, asked: sympy.Basic, kind: type[Answer]) -> Answer | None:
+        """The answer; None where it is not for numbers read from tensors that are asked."""
+        symbols = asked.free_symbols - {self.batch}
+        if not symbols or (mode := get_proxy_mode()) is None:
+            return None
+        if (asked, kind) not in self.given:
+            graph = mode.tracer.graph
+            sources: dict[Any, Any] = {s: _source(graph, s) for s in symbols}
+            if None in sources.values() or self._is_fake():
+                return None
+            reading = self._reading(asked, kind, graph, mode.tracer.root, sources)
+            self.given[asked, kind] = reading, self._agreed(reading)
+        return self.given[asked, kind][1]
+
+    def settle(self, graph: fx.Graph, root: nn.Module) -> None:
+        """Write numbers that the graph reads from inputs that are not floating into it, as if Python had asked for them."""
+        for node in list(graph.nodes):
+            val = value(node)
+            if not isinstance(val, SymInt) or not _reads(node) or not node.users or self._is_fake():
+                continue
+            symbol = val.node.expr
+            params, _, inputs = self._read(graph, _computing(graph, root, [node], self.batch))
+            if any(map(_is_floating, inputs)) or (params and inputs):
+                continue  # the probe tells whether one example's number is the batch's
+            reading = self._reading(symbol, int, graph, root, {symbol: node})
+            answer = self._agreed(reading)
+            self.given[symbol, int] = reading, answer
+            _put(answer, node)
+
+    def _is_fake(self) -> bool:
+        return any(isinstance(t, FakeTensor) for t in self.call.values())
+
+    def _read(self, graph: fx.Graph, nodes: list[fx.Node]) -> list[list[fx.Node]]:
+        """The parameters, buffers and inputs among the nodes."""
+        read, left = set(nodes), (n for n in graph.nodes if n.op == "placeholder")
+        kinds = (self.call.params, self.call.buffers, self.call.inputs())
+        return [[n for n in islice(left, len(kind)) if n in read] for kind in kinds]
+
+    def _reading(
+        self, asked: Any, kind: type[Answer], graph: fx.Graph, root: nn.Module, sources: dict[Any, Any]
+    ) -> Reading:
+        nodes = _computing(graph, root, list(sources.values()), self.batch)
+        params, buffers, inputs = self._read(graph, nodes)
+        where = next(iter(sources.values())).meta.get("source", "an unknown line")
+        if any(map(_is_floating, inputs)) or (params and inputs):
+            what = "activations" if params else "floating inputs"
+            raise TraceError(
+                f"the model's Python code reads a number from {what} (at {where}); control flow that depends on such data has no "
+                f"graph: use torch.where or a mask, or {ANY_MODEL}"
+            )
+        if any(map(_draws, nodes)):
+            raise TraceError(
+                f"the model's Python code reads a random number from a tensor (at {where}), which a graph would keep "
+                f"for ever: choose with torch.where, or {ANY_MODEL}"
+            )
+        program = _program(graph, root, nodes, list(sources.values()), self.batch)
+        varies = bool(params or buffers or inputs)
+        return Reading(asked.subs(self.batch, 1), kind, tuple(sources), program, bool(inputs), varies, where)
+
+    def _agreed(self, reading: Reading) -> Answer:
+        answers = list(reading.answers(self.call))
+        if len(set(answers)) != 1:
+            found = ", ".join(f"{a} for example {answers.index(a)}" for a in dict.fromkeys(answers))
+            raise TraceError(
+                f"the model's Python code reads a number that differs between the examples (at {reading.source}: {found}), so "
+                f"no one graph serves them all; call with the examples apart (chunk_size=1), or {ANY_MODEL}"
+            )
+        return answers[0]
+
+    def readings(self) -> tuple[tuple[Reading, Answer], ...]:
+        """Those whose answer may be another one in another call."""
+        return tuple((r, a) for r, a in self.given.values() if r.varies)
+
+
+def holds(readings: Sequence[tuple[Reading, Answer]], call: Call) -> bool:
+    """Whether every reading has its answer again, for every example."""
+    return all(a == answer for reading, answer in readings for a in reading.answers(call))
+
+
+@contextlib.contextmanager
+def answering(reader: Reader, running: list[None]) -> Iterator[None]:
+    """Let Python code have its answers; what is asked while operations are `running` is not its own."""
+
+    def patched(plain: Callable[[SymNode, str, int], Answer], kind: type[Answer]) -> Callable[..., Answer]:
+        def guard(self: SymNode, file: str, line: int) -> Answer:
+            answer = None if running else reader.answer(self.expr, kind)
+            if not running and self.expr.free_symbols == {reader.batch}:
+                reader.fixed_at = calling_line()
+            return plain(self, file, line) if answer is None else answer
+
+        return guard
+
+    with (
+        mock.patch.object(SymNode, "guard_bool", patched(SymNode.guard_bool, bool)),
+        mock.patch.object(SymNode, "guard_int", patched(SymNode.guard_int, int)),
+    ):
+        yield
+
+
+def _put(answer: Answer, node: fx.Node) -> None:
+    """Let the graph use the answer in the node's place."""
+    for user in list(node.users):
+        user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda n: answer if n is node else n)
+    node.graph.erase_node(node)
+
+
+# operations that read a number
+_ITEMS = (aten.item.default, aten._local_scalar_dense.default)
+
+
+def _reads(node: fx.Node) -> bool:
+    return node.target in _ITEMS
+
+
+def _source(graph: fx.Graph, symbol: Any) -> fx.Node | None:
+    """The node that read the number which `symbol` stands for."""
+    for node in reversed(graph.nodes):
+        val = value(node)
+        if isinstance(val, SymInt | SymBool | SymFloat) and _reads(node):
+            expr = val.node.expr
+            if expr == symbol or expr == sympy.Eq(symbol, 1):  # a boolean is a number that may be 1
+                return node
+    return None
+
+
+def _at(expression: sympy.Basic, numbers: dict[Any, Any]) -> Any:
+    return expression.subs(numbers)
+
+
+def _size(node: fx.Node, batch: sympy.Symbol) -> int | None:
+    """For a size, which depends on no more than the batch size: what it is for a batch of one."""
+    val = value(node)
+    known = isinstance(val, SymInt) and val.node.expr.free_symbols <= {batch}
+    return int(_at(val.node.expr, {batch: 1})) if known else None
+
+
+def _computing(
+    graph: fx.Graph, root: nn.Module, targets: list[fx.Node], batch: sympy.Symbol
+) -> list[fx.Node]:
+    """The nodes that `targets` are computed from, in order, with those that write to what they read; sizes are leaves."""
+    needed, memory, found = set(targets), set[int](), []
+    for node in reversed(graph.nodes):
+        if node not in needed and memory.isdisjoint(_written(node)):
+            continue
+        found.append(node)
+        if _size(node, batch) is None:
+            read = [n for n in node.all_input_nodes if not is_model_of(n, node)]
+            needed.update(read)
+            memory.update(m for n in (node, *read) if (m := _memory(root, n)) is not None)
+    return found[::-1]
+
+
+def _empty(own: fx.Graph, like: Any, batch: sympy.Symbol) -> fx.Node:
+    """A tensor of the shape that `like` has for a batch of one."""
+    sizes = [int(_at(n.node.expr, {batch: 1})) if isinstance(n, SymInt) else n for n in like.shape]
+    return own.call_function(torch.empty, (sizes,), {"dtype": like.dtype, "device": like.device})
+
+
+def _written(node: fx.Node) -> set[int | None]:
+    return {storage(n) for n in mutated_operands(node)} - {None}
+
+
+def _memory(root: nn.Module, node: fx.Node) -> int | None:
+    if node.op == "get_attr":
+        constant = getattr(root, str(node.target), None)
+        return storage_of(constant) if isinstance(constant, Tensor) else None
+    return storage(node)
+
+
+def _is_floating(node: fx.Node) -> bool:
+    return value(node).is_floating_point() or value(node).is_complex()
+
+
+def _draws(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _program(
+    graph: fx.Graph, root: nn.Module, nodes: list[fx.Node], results: list[fx.Node], batch: sympy.Symbol
+) -> fx.GraphModule:
+    """A program of `nodes` alone, which takes the values of all placeholders and writes to none of them."""
+    own = fx.Graph()
+    new: dict[fx.Node, Any] = {n: own.placeholder(n.name) for n in graph.nodes if n.op == "placeholder"}
+    writes = any(map(_written, nodes))
+    for node in nodes:
+        if (size := _size(node, batch)) is not None:
+            new[node] = size
+        elif node.op != "placeholder":
+            models = {n: _empty(own, value(n), batch) for n in node.all_input_nodes if is_model_of(n, node)}
+            new[node] = own.node_copy(node, (new | models).__getitem__)
+        if writes and node.op in ("placeholder", "get_attr"):
+            new[node] = own.call_function(aten.clone.default, (new[node],))
+    own.output([new[n] for n in results])
+    return fx.GraphModule(root, own)
