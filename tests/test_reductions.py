@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from oracle import assert_rows_equal, losses_of, rows_of
 
 import pexgrad
-from pexgrad.inputs.loss import Way
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -75,8 +74,8 @@ def test_each_example_has_its_own_number(name):
         want = rows_of(model, loss, x, y)
         for k in params:
             torch.testing.assert_close(rows[k], want[k], equal_nan=True)
-    ways = {pipeline.way for known in fn._pipelines.values() for pipeline in known}
-    assert together is None or ways == {Way.REDUCED if together else Way.SLICES}
+    reduced = {p.losses.seen is not None for known in fn._pipelines.values() for p in known}
+    assert together is None or reduced == {together}
 
 
 @pytest.mark.parametrize("order", ["batch first", "time major"])
@@ -110,7 +109,7 @@ def test_probabilities_that_the_model_gives():
     x, y = torch.randn(6, 3), torch.rand(6, 4)
     fn = pexgrad.per_example_grad(model, lambda o, y: F.binary_cross_entropy(o, y))
     assert_rows_equal(fn(dict(model.named_parameters()), x, y), rows_of(model, F.binary_cross_entropy, x, y))
-    assert [p.way for known in fn._pipelines.values() for p in known] == [Way.REDUCED]
+    assert [p.losses.seen is not None for known in fn._pipelines.values() for p in known] == [True]
 
 
 def test_a_loss_that_changes_its_code_later():
@@ -141,8 +140,8 @@ def test_a_loss_that_writes_and_changes_its_code():
 
     fn, x, params = pexgrad.per_example_grad(model, loss), torch.randn(4, 3), dict(model.named_parameters())
     assert_rows_equal(fn(params, x), rows_of(model, loss, x, None))
-    assert [p.way for known in fn._pipelines.values() for p in known] == [Way.REDUCED]
-    steps = next(iter(fn._pipelines.values()))[0].seen.steps
+    assert [p.losses.seen is not None for known in fn._pipelines.values() for p in known] == [True]
+    steps = next(iter(fn._pipelines.values()))[0].losses.seen.steps
     steps.append("another")  # as where a float has led the code another way
     with pytest.raises(pexgrad.LossError, match="writes into the model's output"):
         fn(params, x)

@@ -148,7 +148,7 @@ class Transform(Composable):
             refuse_remembered(self._model, self._loss.loss, call)
             pipeline, sample = build(self._model, self._loss, call)
             if self._options.verify:
-                refuse_mixing(pipeline, self._loss, call)
+                refuse_mixing(pipeline, call)
                 verify(pipeline, self._model, self._loss, call, sample)
         except (MixedExamplesError, LossError, VerificationError):
             raise

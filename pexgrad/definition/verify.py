@@ -12,7 +12,7 @@ from ..base.still import StandStill
 from ..errors import ANY_MODEL, MixedExamplesError, VerificationError
 from ..inputs.arguments import Options
 from ..inputs.call import Call
-from ..inputs.loss import ExampleLosses, Way
+from ..inputs.loss import ExampleLosses
 from ..inputs.rebind import Bound
 from ..pipeline import Pipeline
 from ..stages.mixing import Mixing, first_mixing
@@ -52,16 +52,16 @@ def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sa
         return
 
 
-def refuse_mixing(pipeline: Pipeline, loss: ExampleLosses, call: Call) -> None:
+def refuse_mixing(pipeline: Pipeline, call: Call) -> None:
     """Raise where the model or the loss looks at the whole batch: what the probe saw of some may not hold for others."""
     trace, program = pipeline.trace, pipeline.program
     found = first_mixing(program.module.graph, trace.inputs, program.outputs, trace.batch)
     if found is not None:
         raise MixedExamplesError(f"the model's output depends on {_what(found)}; {_REMEDY}")
-    if pipeline.way is not Way.BATCH:
+    if not pipeline.losses.batched:
         return
     with torch.no_grad(), StandStill():
-        found = pipeline.mixing_of_losses(call)
+        found = pipeline.losses.mixing(program.run(call.values()).outputs, call.y, call.batch)
     if found is not None:
         raise MixedExamplesError(f"the losses depend on {_what(found)}; {_REMEDY}")
 
@@ -101,8 +101,8 @@ _WRONG_ALONE = {torch.ops.aten.batch_norm.default}
 
 def _copies_agree(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Call) -> bool:
     """Whether a kernel at batch size 1 is at fault: each row is a part of the gradient of its example taken several times."""
-    graph = pipeline.program.module.graph
-    if any(pipeline.outputs.copied) or all(n.target not in _WRONG_ALONE for n in graph.nodes):
+    graph, outputs = pipeline.program.module.graph, pipeline.losses.outputs
+    if any(outputs.copied) or all(n.target not in _WRONG_ALONE for n in graph.nodes):
         return False
     return all(
         _copies_agree_on({k: r[b] for k, r in rows.items()}, pipeline, model, at.take([b] * copies))
@@ -115,7 +115,7 @@ def _copies_agree_on(row: dict[str, Tensor], pipeline: Pipeline, model: Bound, a
     args, kwargs = trees.as_call(at.x)
     with torch.enable_grad():
         tensors = trees.tensors(model.fresh(at.params)(*args, **kwargs))
-        if len(tensors) != len(pipeline.outputs.layouts):
+        if len(tensors) != len(pipeline.losses.outputs.layouts):
             return False
         part = pipeline.losses(tensors, at.y, at.batch).sum() / at.batch
         grads = torch.autograd.grad(part, [at.params[k] for k in row], allow_unused=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from enum import Enum
 from typing import Any, Literal
 
 import torch
@@ -135,14 +134,6 @@ def _class_weights(y: Tensor, output: Tensor, settings: dict[str, Any]) -> Tenso
 _PER_EXAMPLE = dict.fromkeys(_ELEMENTWISE, _elementwise) | dict.fromkeys(_CLASSES, _classes)
 
 
-class Way(Enum):
-    """How the losses of a batch are computed where they are not one of torch's own."""
-
-    BATCH = "the loss gives one number, or more, for each example"
-    REDUCED = "it gives one number, and its reductions are taken for each example"
-    SLICES = "it is called for each example"
-
-
 class ExampleLosses:
     """`loss` as a function from the output of a batch to (B,) losses, one per example."""
 
@@ -150,20 +141,20 @@ class ExampleLosses:
         self.loss = loss
         self.vectorised = vectorised(loss)
 
-    def way(self, output: Any, slices: Slices, y: Any, batch: int) -> Way:
-        """Whether the losses of a batch are computed at once; decided on a batch of at least two."""
+    def takes_batches(self, output: Any, slices: Slices, y: Any, batch: int) -> bool:
+        """Whether it gives each example of a batch, of at least two, its own number; it is called for each example if not."""
         try:
             value = self.loss(output, y)
         except Exception:  # noqa: BLE001 - it may be written for one example; then this raises the user's error
             self.loss(slices(0), trees.examples(y, 0, 1))
-            return Way.SLICES
+            return False
         self._check_tensor(value)
         if value.dim() == 0:
-            return Way.SLICES
+            return False
         self._check_shape(value, batch)
         together = value.reshape(batch, -1).sum(1)
         self.refuse_mixing(together, slices, y, batch)
-        return Way.BATCH
+        return True
 
     def reduces(self, output: Any, slices: Slices, y: Any, batch: int) -> list[Any] | Literal[False] | None:
         """The steps by which reductions give each example its own number; False where they do not.

@@ -1,0 +1,156 @@
+"""From the tensors of a graph's output to the losses of a batch; in which way is decided on a few examples, once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ..errors import LossError
+from ..inputs.call import Call
+from ..inputs.loss import ExampleLosses, Slices
+from ..inputs.reductions import NotPerExample
+from ..inputs.snapshot import Snapshot, snapshot
+from ..tracing.trace import Trace
+from .layout import Layout
+from .loss_graph import mixing_in
+from .mixing import Mixing
+from .sample import shrunk, varied
+
+# losses of one example that are worth computing once, when a model is traced
+_MANY = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """How the graph's outputs become the model's output, whole or for one example."""
+
+    trace: Trace
+    layouts: list[Layout | None]
+    copied: list[bool]  # the batch dimension is ours: the model's own output has none
+
+    def whole(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's output for the batch."""
+        return self.trace.output(tensors)
+
+    def example(self, tensors: Sequence[Tensor], batch: int, b: int) -> Any:
+        """The model's output for example b as a batch of one."""
+        parts = [
+            t if at is None else at.example(t, batch, b) for t, at in zip(tensors, self.layouts, strict=True)
+        ]
+        return self.trace.output([p[0] if c else p for p, c in zip(parts, self.copied, strict=True)])
+
+    def copy(self, tensors: Sequence[Tensor]) -> Any:
+        """The output for the batch in memory of its own: a loss may write into what it is given."""
+        return self.whole([t.detach().clone() for t in tensors])
+
+    def slices(self, tensors: Sequence[Tensor], batch: int) -> Slices:
+        """b -> the output for example b as a batch of one."""
+        return functools.partial(self.example, tensors, batch)
+
+    def plain(self) -> bool:
+        """Whether every output has the batch on dimension 0, as torch's own losses expect."""
+        return all(at == Layout() for at in self.layouts) and not any(self.copied)
+
+
+@dataclass(frozen=True, eq=False)
+class SeenLoss:
+    """The code of a loss whose reductions were looked at, which may change between calls."""
+
+    code: Snapshot
+    steps: list[Any]
+
+    def is_of(self, loss: ExampleLosses) -> bool:
+        """Whether the loss is still made of the same."""
+        return snapshot(loss.loss).same_code(self.code)
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """`(tensors, y, batch) -> (B,)`: the losses of a traced model's examples."""
+
+    loss: ExampleLosses
+    outputs: Outputs
+    batched: bool  # the loss takes batches, and gives each example its own number
+    seen: SeenLoss | None  # it gives one number, and its reductions can be taken for each example
+
+    def __call__(self, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor:
+        output = self.outputs.whole(tensors)
+        losses = self._of_torch(output, y)
+        if losses is not None:
+            return losses
+        if self.batched:
+            return self.loss.of_batch(output, y, batch)
+        if self.seen is not None and self.seen.is_of(self.loss):
+            versions = [t._version for t in tensors]
+            with contextlib.suppress(NotPerExample):
+                losses, steps = self.loss.of_reductions(output, y, batch)
+                if steps == self.seen.steps:  # a coefficient may lead its code another way
+                    return losses
+            if versions != [t._version for t in tensors]:
+                raise LossError(
+                    "the loss writes into the model's output, and its code has changed since it was traced, so that it has to be "
+                    "called again for each example; let it write into a copy, output.clone()"
+                )
+        return self.loss.of_slices(self.outputs.slices(tensors, batch), y, batch)
+
+    def _of_torch(self, output: Any, y: Any) -> Tensor | None:
+        """(B,) losses by the reduction of one of torch's own; None where the loss itself has to be called."""
+        form = self.loss.vectorised
+        return form(output, y) if form is not None and self.outputs.plain() else None
+
+    def are_of_one_tensor(self, tensors: Sequence[Tensor], y: Any) -> bool:
+        """Whether they are computed from one tensor, for the whole batch at once."""
+        output = self.outputs.whole(tensors)
+        return self._of_torch(output, y) is not None or (self.batched and type(output) is Tensor)
+
+    def mixing(self, tensors: Sequence[Tensor], y: Any, batch: int) -> Mixing | None:
+        """What a loss that takes batches looks at of a whole one.
+
+        Raises:
+            MixedExamplesError: where that cannot be seen, and it gives an example another number in this batch than alone.
+        """
+        if self.outputs.plain():
+            with contextlib.suppress(Exception):  # the loss may do what no graph can
+                return mixing_in(self.loss.of_batch, self.outputs.whole, tensors, y)
+        together = self.loss.of_batch(self.outputs.copy(tensors), y, batch)
+        self.loss.refuse_mixing(together, self.outputs.slices(tensors, batch), y, min(batch, _MANY))
+        return None
+
+
+def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sample: Call) -> Losses:
+    """The way that the losses of a model's output are computed, from the output for a sample."""
+    by_example = Losses(loss, outputs, False, None)
+    tensors, y = [t.detach() for t in tensors], sample.y
+    if any(outputs.copied) or sample.batch < 2 or by_example._of_torch(outputs.whole(tensors), y) is not None:
+        return by_example
+    if loss.takes_batches(outputs.copy(tensors), outputs.slices(tensors, sample.batch), y, sample.batch):
+        return Losses(loss, outputs, True, None)
+    if outputs.plain():
+        for change in (varied, shrunk):
+            seen = _reduces(loss, outputs, change(tensors), sample)
+            if seen is not None:
+                return Losses(loss, outputs, False, seen or None)
+    return by_example
+
+
+def _reduces(
+    loss: ExampleLosses, outputs: Outputs, tensors: list[Tensor], sample: Call
+) -> SeenLoss | Literal[False] | None:
+    """Whether reductions give each example its own number, for every batch size; None where these outputs do not tell.
+
+    They are changed ones, in which no two numbers are alike: those of a model that has learned nothing yet tell nothing.
+    """
+    y, batch = sample.y, sample.batch
+    steps = loss.reduces(outputs.copy(tensors), outputs.slices(tensors, batch), y, batch)
+    if not steps:
+        return None if steps is None else False
+    try:
+        found = mixing_in(lambda *of: loss.of_reductions(*of)[0], outputs.whole, tensors, y)
+    except Exception:  # noqa: BLE001 - the loss may do what no graph can
+        return False
+    return SeenLoss(snapshot(loss.loss), steps) if found is None else False
