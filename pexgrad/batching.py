@@ -110,7 +110,7 @@ def ensemble(fn: Function, *, stacked_data: bool = False, how: str = "auto") -> 
                 params, x, y, members, stacked_data, TOGETHER // members if how == "auto" else None
             )
             if together is not None:
-                return together[0]
+                return together
         elif how == "together":
             raise InputError(f"{type(fn).__name__} is no transform of pexgrad, and has no flat graph")
         if _fills_buffers(fn) and not nested.is_nested(params):

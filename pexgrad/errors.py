@@ -27,4 +27,4 @@ class VerificationError(PexgradError, RuntimeError):
     """The rows of the traced pipeline differ from the definition on a small batch."""
 
 
-ANY_MODEL = 'strategy="naive" takes any model'
+ANY_MODEL = 'use strategy="naive", which takes any model'

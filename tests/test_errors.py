@@ -185,6 +185,25 @@ def test_a_loss_that_cannot_be_called():
         per_example_grad(net, "cross_entropy")(named(net), x, y)
 
 
+def test_a_loss_that_is_a_class():
+    with pytest.raises(
+        PexgradError, match=r"the class CrossEntropyLoss; pass an instance of it, CrossEntropyLoss\(\)"
+    ):
+        per_example_grad(model(), nn.CrossEntropyLoss)
+
+
+def test_a_bound_that_is_missing():
+    with pytest.raises(PexgradError, match="max_norm is missing"):
+        clipped_grad(model())
+
+
+@STRATEGIES
+def test_tensors_without_numbers(strategy):
+    net = model().to("meta")
+    with pytest.raises(PexgradError, match="meta device"):
+        per_example_grad(net, strategy=strategy)(named(net), torch.randn(3, 4), torch.tensor([0, 1, 0]))
+
+
 def test_every_error_is_one_of_ours():
     names = [e for e in vars(pexgrad).values() if isinstance(e, type) and issubclass(e, Exception)]
     assert PexgradError in names

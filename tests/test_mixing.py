@@ -259,6 +259,32 @@ def test_looking_at_what_a_forward_writes_changes_no_parameter():
     torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, y: F.cross_entropy(o @ o.detach().T, torch.arange(len(o))),
+        lambda o, y: ((o[:, 0] - o[:, 0].mean()) * (y - y.mean())).sum(),
+    ],
+    ids=["contrastive", "covariance"],
+)
+def test_a_loss_that_compares_examples_by_one_number(loss):
+    """By itself an example has no gradient: rows of zeros would be the definition, and nothing to train on."""
+    model, x, y = nn.Linear(4, 3), torch.randn(B, 4), torch.randn(B)
+    params = dict(model.named_parameters())
+    with pytest.raises(pexgrad.LossError, match="it compares the examples of a batch"):
+        pexgrad.per_example_grad(model, loss)(params, x, y)
+    rows = pexgrad.per_example_grad(model, loss, verify=False)(params, x, y)
+    assert not any(r.any() for r in rows.values())
+
+
+def test_a_loss_that_is_satisfied_has_no_gradient():
+    model, x = nn.Linear(4, 3), torch.randn(B, 4)
+    rows = pexgrad.per_example_grad(model, lambda o, y: F.relu(o - 1e4).mean())(
+        dict(model.named_parameters()), x
+    )
+    assert not any(r.any() for r in rows.values())
+
+
 def test_a_loss_that_reads_a_setting_of_the_model():
     model = nn.Linear(4, 3)
     model.temperature = 2.0

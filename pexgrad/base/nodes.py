@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def value(node: fx.Node) -> Any:
 
 def has_batch(size: Any, batch: Any) -> bool:
     """Whether a symbolic size contains the batch size."""
-    return isinstance(size, torch.SymInt) and batch in size.node.expr.free_symbols
+    return isinstance(size, torch.SymInt | torch.SymFloat) and batch in size.node.expr.free_symbols
 
 
 def batch_dims(val: Any, batch: Any) -> tuple[int, ...]:
@@ -95,6 +95,28 @@ def bind(node: fx.Node) -> Iterator[tuple[Any, Any]]:
     yield from zip(node.args, schema, strict=False)
     by_name = {s.name: s for s in schema}
     yield from ((v, by_name[k]) for k, v in node.kwargs.items() if k in by_name)
+
+
+def by_name(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument of an ATen operation by its name in the schema, defaults included."""
+    schema = operation._schema.arguments
+    given = dict(zip((a.name for a in schema), args, strict=False)) | dict(kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an operation draws random numbers."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def written_memory(node: fx.Node) -> set[int]:
+    """The memory that an in-place operation writes to."""
+    return {m for n in mutated_operands(node) if (m := storage(n)) is not None}
+
+
+def returned(graph: fx.Graph) -> Any:
+    """What a graph returns."""
+    return graph.output_node().args[0]
 
 
 def nodes_in(argument: Any) -> Iterator[fx.Node]:

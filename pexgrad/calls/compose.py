@@ -158,9 +158,6 @@ class Composable:
     def _pipeline(self, call: Call) -> Pipeline:
         raise NotImplementedError
 
-    def _signature(self, call: Call) -> Any:
-        raise NotImplementedError
-
     def _flat(self, paths: nested.Structure) -> Self:
         """The same transform of the flat dict of parameters."""
         with self._lock:
@@ -284,7 +281,7 @@ class Composable:
 
     def of_members(
         self, params: Mapping[str, Any], x: Any, y: Any, members: int, stacked_data: bool, most: int | None
-    ) -> tuple[Any] | None:
+    ) -> Any:
         """The results of several members in one run of the flat graph, the members on dimension 0 of `params`.
 
         None, with `most`, where the call has no such graph or a member's rows take more than that many bytes.
@@ -292,7 +289,7 @@ class Composable:
         if nested.is_nested(params):
             paths = nested.structure(params)
             flat = self._flat(paths).of_members(nested.flatten(params), x, y, members, stacked_data, most)
-            return None if flat is None else (_nested_result(flat[0], paths),)
+            return None if flat is None else _nested_result(flat, paths)
         with modes.outside_transforms(), modes.recording():
             params, x, y = map(modes.recordable, (dict(params), x, y))
             one = (trees.map_tensors(lambda t: t[0], tree) if stacked_data else tree for tree in (x, y))
@@ -320,7 +317,7 @@ class Composable:
         values = [*own, *call.buffers, *(map(Stacked, data) if stacked_data else data)]
         with torch.no_grad(), without_autocast(call.params[next(iter(params))].device.type):
             flat = run_stacked(lowered.module, values, members, rule_for)
-        return (pytree.tree_unflatten(flat, lowered.spec),)
+        return pytree.tree_unflatten(flat, lowered.spec)
 
     # --- pickle -----------------------------------------------------------------------------------
 

@@ -52,6 +52,8 @@ class Transform(Composable):
             )
         if not callable(loss):
             raise InputError(f"loss must be a function loss(output, y), not {type(loss).__name__}")
+        if isinstance(loss, type):
+            raise InputError(f"loss is the class {loss.__name__}; pass an instance of it, {loss.__name__}()")
         self._model, self._loss, self._options = Bound(model), ExampleLosses(loss), options
         self._reset()
 
@@ -163,14 +165,11 @@ class Transform(Composable):
 
     def _raise_own_error(self, call: Call) -> None:
         """Where the model or the loss itself fails on this batch, let its own error be the one that is seen."""
-        args, kwargs = trees.as_call(trees.map_tensors(torch.clone, call.x))
-        # random numbers are neither drawn nor seeded
-        with torch.random.fork_rng(devices=()), StandStill(), torch.no_grad(), warnings.catch_warnings():
+        params = {k: p.detach().clone().requires_grad_(k in call.trainable) for k, p in call.params.items()}
+        # random numbers are neither drawn nor seeded, and the model may differentiate on its way
+        with torch.random.fork_rng(devices=()), StandStill(), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's own, given before
-            output = self._model.fresh({k: p.detach().clone() for k, p in call.params.items()})(
-                *args, **kwargs
-            )
-            self._loss.loss(output, call.y)
+            self._loss.loss(self._model.run(params, call.x), call.y)
 
     def _signature(self, call: Call) -> Any:
         leaves, spec = trees.flatten(trees.as_call(call.x))

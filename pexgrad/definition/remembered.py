@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..base import trees
 from ..base.still import StandStill
 from ..errors import LossError
 from ..inputs.call import Call
-from ..inputs.reads import of_class, of_function
+from ..inputs.reads import names_in, of_class, of_function
 from ..inputs.rebind import Bound, rebind, shared
 from ..inputs.snapshot import MACHINERY, snapshot
 
@@ -30,7 +30,7 @@ def refuse_remembered(model: Bound, loss: Any, call: Call) -> None:
     own = set(map(id, model.model.modules()))
     if not any(id(r) in own for r in snapshot(loss).references):
         return
-    named = {n for function in _functions(loss) for n in _names(function.__code__)}
+    named = {n for function in _functions(loss) for n in names_in(function)}
     for name in _filled(model.model, call):
         if name in named:
             raise LossError(
@@ -78,11 +78,3 @@ def _functions(loss: Any) -> Iterator[FunctionType]:
             left += [v for _, v in of_function(f) if isinstance(v, FunctionType | MethodType)]
         elif f is loss:  # an object that is called: a module, say
             left += [v for _, v in of_class(type(f))]
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """The names, and the keys, in a function's code and in that of the functions in it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)

@@ -21,18 +21,11 @@ from ..operator.jacobian import Jacobian
 from ..operator.pullback import history
 
 
-def _alias(model: Bound, p: Tensor) -> Tensor:
-    """A view of a parameter, or a copy where the model writes to its parameters."""
-    return p.clone() if model.writes_to_parameters() else p.view_as(p)
-
-
 def _example_loss(
     model: Bound, losses: ExampleLosses, params: dict[str, Tensor], x: Any, y: Any, b: int
 ) -> Tensor:
-    # copies: the model, or the loss, may write to them
-    x, y = (trees.map_tensors(torch.clone, trees.examples(tree, b, b + 1)) for tree in (x, y))
-    args, kwargs = trees.as_call(x)
-    output = model.fresh(params)(*args, **kwargs)
+    x, y = (trees.examples(tree, b, b + 1) for tree in (x, y))
+    output, y = model.run(params, x), trees.map_tensors(torch.clone, y)  # the loss may write to it
     return losses.of_slices(lambda _: output, y, 1)[0]
 
 
@@ -61,8 +54,7 @@ def naive(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = Fals
     losses, rows = [], []
     with torch.enable_grad():
         for b in range(at.batch):
-            own = {k: p.clone() for k, p in at.params.items()} if model.writes_to_parameters() else at.params
-            value = _example_loss(model, loss, own, at.x, at.y, b)
+            value = _example_loss(model, loss, at.params, at.x, at.y, b)
             if not b:
                 _refuse_other_ways(value, model, at)
             rows.append(_grad(value, [at.params[k] for k in at.trainable], create_graph))
@@ -75,7 +67,7 @@ def multi(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = Fals
     losses, aliases = [], []
     with torch.enable_grad():
         for b in range(at.batch):
-            mine = {k: _alias(model, p) for k, p in at.params.items()}
+            mine = {k: p.view_as(p) for k, p in at.params.items()}
             losses.append(_example_loss(model, loss, mine, at.x, at.y, b))
             if not b:
                 _refuse_other_ways(losses[0], model, at)

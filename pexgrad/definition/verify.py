@@ -9,11 +9,12 @@ from ..base import trees
 from ..base.compare import largest_error
 from ..base.nodes import where
 from ..base.still import StandStill
-from ..errors import ANY_MODEL, MixedExamplesError, VerificationError
+from ..errors import ANY_MODEL, LossError, MixedExamplesError, VerificationError
 from ..inputs.arguments import Options
 from ..inputs.call import Call
 from ..inputs.loss import ExampleLosses
 from ..inputs.rebind import Bound
+from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline
 from ..stages.mixing import Mixing, first_mixing
 from .strategies import naive
@@ -28,28 +29,47 @@ def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sa
     two = sample.examples(0, 2) if trace.serves(2) else sample
     if not trace.follows(two.at(call.params)):  # the second was made up from the first, the user's own
         two = sample.examples(0, 1)
-    for at in (two, two.at(call.params).at_leaves()):
-        if at is two and not trace.follows(at):
-            continue  # the changed parameters lead the model's code another way
-        with StandStill():
+    with StandStill():
+        at = two
+        # changed parameters may lead the model's code another way, or leave its domain: then the given ones decide
+        want = naive(model, loss, at) if trace.follows(at) else None
+        if want is None or not _finite(want.rows()):
+            at = two.at(call.params).at_leaves()
             want = naive(model, loss, at)
-            if not _finite(want.rows()) and at is two:
-                continue  # the changed parameters leave the model's domain; the given ones decide
-            got = pipeline.jacobian(at, Options())
-            rows = got.rows()
-            wrong = largest_error({"": got.losses}, {"": want.losses}, half) or largest_error(
-                rows, want.rows(), half
-            )
-            if wrong is None:
-                return
-            # what is zero but for rounding (a sum of normalised values, say) differs by all there is of it
-            rounded = naive(model, loss, _rounded_otherwise(at))
-            wrong = largest_error(
-                {"": got.losses}, {"": want.losses}, half, {"": rounded.losses}
-            ) or largest_error(rows, want.rows(), half, rounded.rows())
-            if wrong is not None and not (wrong[0] and _copies_agree(rows, pipeline, model, at)):
-                raise VerificationError(_message(*wrong))
+        _refuse_comparing(model, loss, at, want)
+        got = pipeline.jacobian(at, Options())
+        if _difference(got, want, half) is None:
+            return
+        # what is zero but for rounding (a sum of normalised values, say) differs by all there is of it
+        wrong = _difference(got, want, half, naive(model, loss, _rounded_otherwise(at)))
+        if wrong is not None and not (wrong[0] and _copies_agree(got.rows(), pipeline, model, at)):
+            raise VerificationError(_message(*wrong))
+
+
+def _refuse_comparing(model: Bound, loss: ExampleLosses, at: Call, want: Jacobian) -> None:
+    """Raise where no example has a gradient by itself, and the batch has one: the loss compares examples."""
+    if at.batch < 2 or any(bool(r.any()) for r in want.rows().values()):
         return
+    try:
+        with torch.enable_grad():
+            value = loss.loss(model.run(at.params, at.x), at.y).sum()
+        grads = torch.autograd.grad(value, [at.params[k] for k in at.trainable], allow_unused=True)
+    except Exception:  # noqa: BLE001 - it may take single examples only
+        return
+    if any(g is not None and bool(g.any()) for g in grads):
+        raise LossError(
+            "the loss of an example by itself has no gradient, and that of several has one: it compares the examples of a batch "
+            "(a contrastive loss, say), so that there is no gradient of one example's own loss. Give each example in x what it "
+            "is compared with; where rows of zeros are what you want, pass verify=False"
+        )
+
+
+def _difference(
+    got: Jacobian, want: Jacobian, half: bool, rounded: Jacobian | None = None
+) -> tuple[str, float] | None:
+    return largest_error(
+        {"": got.losses}, {"": want.losses}, half, None if rounded is None else {"": rounded.losses}
+    ) or largest_error(got.rows(), want.rows(), half, None if rounded is None else rounded.rows())
 
 
 def refuse_mixing(pipeline: Pipeline, call: Call) -> None:
@@ -112,9 +132,8 @@ def _copies_agree(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at:
 
 
 def _copies_agree_on(row: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Call) -> bool:
-    args, kwargs = trees.as_call(at.x)
     with torch.enable_grad():
-        tensors = trees.tensors(model.fresh(at.params)(*args, **kwargs))
+        tensors = trees.tensors(model.run(at.params, at.x))
         if len(tensors) != len(pipeline.losses.outputs.layouts):
             return False
         part = pipeline.losses(tensors, at.y, at.batch).sum() / at.batch

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..base.nodes import returned
+
 aten = torch.ops.aten
 
 # operations that write where they are told to
@@ -36,8 +38,7 @@ def writing_rows(module: fx.GraphModule, number: int) -> fx.GraphModule:
     """The same graph with so many further arguments, into which it writes its last results."""
     writing = _copied(module)
     graph = writing.graph
-    output = next(iter(reversed(graph.nodes)))
-    results: list[fx.Node] = list(output.args[0])
+    output, results = graph.output_node(), list(returned(graph))
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     for i in range(len(results) - number, len(results)):
         row = results[i]

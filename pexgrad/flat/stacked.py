@@ -17,6 +17,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from ..base.nodes import by_name, draws
+
 
 @dataclass(frozen=True, eq=False)
 class Stacked:
@@ -41,11 +43,7 @@ Rule = Callable[[int, dict[str, Any]], Any]
 
 def is_random(module: fx.GraphModule) -> bool:
     """Whether the graph draws random numbers, which each member has to draw for itself."""
-    return any(
-        torch.Tag.nondeterministic_seeded in n.target.tags
-        for n in module.graph.nodes
-        if isinstance(n.target, torch._ops.OpOverload)
-    )
+    return any(map(draws, module.graph.nodes))
 
 
 def run_stacked(
@@ -98,7 +96,7 @@ def _apply(
     if not isinstance(node.target, torch._ops.OpOverload):  # getitem of several results
         return node.target(*args, **kwargs)  # type: ignore[operator]
     rule = rule_for(node.target)
-    result = NotImplemented if rule is None else rule(members, _bind(node.target, args, kwargs))
+    result = NotImplemented if rule is None else rule(members, by_name(node.target, args, kwargs))
     if result is NotImplemented:
         return _loop(node.target, args, kwargs, members)
     return _in_dtype(result, node)
@@ -108,13 +106,6 @@ def _target(node: fx.Node) -> Any:
     if node.op == "call_method":
         return lambda own, *args, **kwargs: getattr(own, str(node.target))(*args, **kwargs)
     return node.target
-
-
-def _bind(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Every argument by name, defaults included."""
-    declared = operation._schema.arguments
-    bound = {a.name: a.default_value for a in declared if a.has_default_value()}
-    return bound | {a.name: v for a, v in zip(declared, args, strict=False)} | kwargs
 
 
 def _loop(operation: Any, args: Any, kwargs: Any, members: int) -> Any:

@@ -119,9 +119,9 @@ class Call:
             k: self.params[k].detach().new_zeros((*leading, *self.params[k].shape)) for k in self.trainable
         }
 
-    def no_numbers(self, *names: str) -> Tensor:
-        """(0,): what losses, and norms of the entries `names` or of all, are for no examples."""
-        return example_numbers([self.params[k].detach() for k in names or self.trainable])
+    def no_numbers(self) -> Tensor:
+        """(0,): what losses and norms are for no examples."""
+        return example_numbers([self.params[k].detach() for k in self.trainable])
 
 
 def example_numbers(entries: list[Tensor], batch: Any = 0, device: Any = None) -> Tensor:

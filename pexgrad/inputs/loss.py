@@ -48,7 +48,7 @@ def vectorised(loss: Loss) -> PerExample | None:
     Its settings are read at each call.
     """
     function = loss.func if isinstance(loss, functools.partial) and not loss.args else _function_of(loss)
-    form = _elementwise if function in _ELEMENTWISE else _classes if function in _CLASSES else None
+    form = _PER_EXAMPLE.get(function)
     return None if form is None else functools.partial(_at_settings, form, function, loss)
 
 

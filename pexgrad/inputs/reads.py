@@ -40,9 +40,9 @@ def of_function(function: FunctionType | MethodType) -> Reads:
     """What a function reads, by name; nothing for a library's."""
     if isinstance(function, MethodType):
         code, owner = function.__func__, function.__self__
-        names = _names_in(code) if isinstance(code, FunctionType) else frozenset[str]()
+        names = names_in(code) if isinstance(code, FunctionType) else frozenset[str]()
         return [("", code), *_named("self", owner, names)]
-    names = _names_in(function)
+    names = names_in(function)
     if not names and not function.__closure__ and not function.__defaults__:
         return []
     found: Reads = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
@@ -98,12 +98,12 @@ def _methods(kind: type, names: frozenset[str]) -> tuple[Reads, frozenset[str]]:
         method = method.fget if isinstance(method, property) else method
         if isinstance(method, FunctionType) and name not in found:
             found[name] = method
-            left |= _names_in(method) - found.keys()
-    reached = names.union(*map(_names_in, found.values()))
+            left |= names_in(method) - found.keys()
+    reached = names.union(*map(names_in, found.values()))
     return [(f".{n}", found[n]) for n in sorted(found)], reached
 
 
-def _names_in(function: FunctionType) -> frozenset[str]:
+def names_in(function: FunctionType) -> frozenset[str]:
     """The names of globals and attributes in a function's code; none for a library's."""
     return _names_of(function).every
 

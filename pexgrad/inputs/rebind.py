@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from ..base import trees
 from ..errors import InputError, TraceError
 
 
@@ -88,24 +89,20 @@ class Bound:
                     "module that it was made of"
                 )
         self.model = model
-
-    @property
-    def is_module(self) -> bool:
-        """Whether the model is an `nn.Module`."""
-        return isinstance(self.model, nn.Module)
+        self.is_module = isinstance(model, nn.Module)
+        self._module = model if isinstance(model, nn.Module) else nn.Module()  # an empty one holds nothing
 
     def parameters(self) -> dict[str, Tensor]:
         """The module's own parameters; nothing for a function."""
-        return dict(self.model.named_parameters()) if isinstance(self.model, nn.Module) else {}
+        return dict(self._module.named_parameters())
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers; nothing for a function."""
-        return dict(self.model.named_buffers()) if isinstance(self.model, nn.Module) else {}
+        return dict(self._module.named_buffers())
 
     def writes_to_parameters(self) -> bool:
         """Whether a forward changes parameters in place, as embeddings with `max_norm` do."""
-        modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
-        return any(getattr(m, "max_norm", None) is not None for m in modules)
+        return any(getattr(m, "max_norm", None) is not None for m in self._module.modules())
 
     def at(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Callable[..., Any]:
         """The forward function at these parameters and buffers."""
@@ -118,11 +115,18 @@ class Bound:
         """The forward function at these parameters and copies of the buffers, free to be changed."""
         copies = {k: b.detach().clone() for k, b in self.buffers().items()}
         forward = self.at(params, copies)
-        if not isinstance(self.model, nn.Module) or not _captures(self.model):
+        if not _captures(self._module):
             return forward
         return _substituted(
-            forward, {id(t): (params | copies)[k] for k, t in named_tensors(self.model).items()}
+            forward, {id(t): (params | copies)[k] for k, t in named_tensors(self._module).items()}
         )
+
+    def run(self, params: dict[str, Tensor], x: Any) -> Any:
+        """The output at these parameters; the model may write into what it is given: it gets copies of that."""
+        if self.writes_to_parameters():
+            params = {k: p.clone() for k, p in params.items()}
+        args, kwargs = trees.as_call(trees.map_tensors(torch.clone, x))
+        return self.fresh(params)(*args, **kwargs)
 
 
 def _captures(model: nn.Module) -> bool:

@@ -49,6 +49,8 @@ class Clipping:
             raise InputError(
                 f"clip={self.how!r} is neither a function nor one of {', '.join(map(repr, CLIPS))}"
             )
+        elif self.max_norm is None:
+            raise InputError("max_norm is missing: the bound on the norm of each example's gradient")
         else:
             object.__setattr__(self, "max_norm", positive(self.max_norm, "max_norm"))
 

@@ -107,7 +107,7 @@ class Component:
         for term in self.terms:
             for k, g in self._term_vjp(term, weights):
                 found[k] = found[k] + g if k in found else g
-        return {k: found[k] if k in found else torch.zeros_like(p) for k, p in self.leaves.items()}
+        return found
 
     def _term_vjp(self, term: Term, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if self._is_whole(term):

@@ -36,6 +36,7 @@ def linear_weight(g: Tensor, input: Tensor, *, shape: torch.Size, dtype: torch.d
 
 
 @register_rule(aten.linear.default, "bias")
+@register_rule(aten.bilinear.default, "bias")
 def linear_bias(g: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
     return Broadcast(g.flatten(1, -2), None, shape, dtype)
 
@@ -46,8 +47,3 @@ def bilinear_weight(
 ) -> Outer:
     pairs = rearrange(input1, "b ... i -> b ... i 1") * rearrange(input2, "b ... j -> b ... 1 j")
     return outer(g, pairs.flatten(-2), shape, dtype)
-
-
-@register_rule(aten.bilinear.default, "bias")
-def bilinear_bias(g: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
-    return linear_bias(g, shape=shape, dtype=dtype)  # pyright: ignore[reportReturnType]

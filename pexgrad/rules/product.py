@@ -81,16 +81,12 @@ def _to_lead(v: Tensor, lead: tuple[int, ...]) -> Tensor:
     return v.expand(*v.shape[:2], *lead, *v.shape[-2:])
 
 
-@register_rule(aten.matmul.default, "other")
-def matmul_other(g: Tensor, self: Tensor, *, batch_dim: int, shape: torch.Size, dtype: torch.dtype) -> Outer:
-    return right(g, self, batch_dim=batch_dim, shape=shape, dtype=dtype)
-
-
 @register_rule(aten.matmul.default, "self")
 def matmul_self(g: Tensor, other: Tensor, *, batch_dim: int, shape: torch.Size, dtype: torch.dtype) -> Outer:
     return left(g, other, batch_dim=batch_dim, shape=shape, dtype=dtype)
 
 
+@register_rule(aten.matmul.default, "other")
 @register_rule(aten.mm.default, "mat2")
 @register_rule(aten.bmm.default, "mat2")
 def mm_mat2(g: Tensor, self: Tensor, *, batch_dim: int, shape: torch.Size, dtype: torch.dtype) -> Outer:

@@ -25,14 +25,15 @@ from torch._ops import OpOverload
 from ..base.nodes import (
     batch_dims,
     bind,
+    by_name,
     has_batch,
     is_differentiable,
     is_model_of,
-    mutated_operands,
     nodes_in,
     operation,
     storage,
     value,
+    written_memory,
 )
 
 
@@ -58,7 +59,7 @@ def first_mixing(
         found = found or _own(node, data, batch)
         if found is not None:
             mixed[node] = found
-            memory |= {m: found for n in mutated_operands(node) if (m := storage(n)) is not None}
+            memory |= dict.fromkeys(written_memory(node), found)
     return next((mixed[n] for n in outputs if n in mixed and is_differentiable(value(n))), None)
 
 
@@ -91,9 +92,8 @@ _ALONG = frozenset({
 def _goes_along(node: fx.Node, batch: Any) -> bool:
     if not isinstance(node.target, OpOverload) or operation(node).removesuffix("_") not in _ALONG:
         return False
-    named = {schema.name: argument for argument, schema in bind(node)}
-    defaults = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
-    dims = (defaults | named).get("dim", (defaults | named).get("dims"))
+    named = by_name(node.target, node.args, node.kwargs)
+    dims = named.get("dim", named.get("dims"))
     along = value(named["self"])
     chosen = range(along.dim()) if dims in (None, [], ()) else [dims] if isinstance(dims, int) else dims
     return not {d % max(1, along.dim()) for d in chosen}.isdisjoint(batch_dims(along, batch))
@@ -113,10 +113,7 @@ def _takes_size(node: fx.Node, batch: Any) -> bool:
 
 
 def _is_size(argument: Any, batch: Any) -> bool:
-    number = value(argument) if isinstance(argument, fx.Node) else argument
-    if isinstance(number, torch.SymFloat):
-        return batch in number.node.expr.free_symbols
-    return has_batch(number, batch)
+    return has_batch(value(argument) if isinstance(argument, fx.Node) else argument, batch)
 
 
 def _counts(node: fx.Node, batch: Any) -> bool:

@@ -20,7 +20,17 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from ..base.memory import storage_of
-from ..base.nodes import batch_dims, is_differentiable, is_of_batch, mutated_operands, storage, value, where
+from ..base.nodes import (
+    batch_dims,
+    by_name,
+    is_differentiable,
+    is_of_batch,
+    mutated_operands,
+    returned,
+    value,
+    where,
+    written_memory,
+)
 from ..tracing.opaque import settle_hooks
 from ..tracing.trace import FROM_GRAPH, Trace, Untraced
 from .flow import Flow, analyse
@@ -76,7 +86,7 @@ def _adopt_parameters(trace: Trace, params: dict[str, Tensor]) -> None:
 
 def _protect(trace: Trace) -> None:
     """Clone what belongs to the caller before the graph writes to it."""
-    written = {storage(t) for node in trace.graph.nodes for t in mutated_operands(node)} - {None}
+    written = set().union(*map(written_memory, trace.graph.nodes))
     first = next(n for n in trace.graph.nodes if n.op != "placeholder")
     for node in list(trace.graph.nodes):
         if node.op not in ("placeholder", "get_attr") or not node.users:
@@ -90,10 +100,10 @@ def _protect(trace: Trace) -> None:
 
 def _settle_outputs(trace: Trace, flow: Flow) -> list[Output]:
     """Copy parameter-only outputs over the batch; take away those in which the examples are mixed."""
-    output = next(iter(reversed(trace.graph.nodes)))
+    output = trace.graph.output_node()
     kept, kinds = [], []
     slots = [i for i, leaf in enumerate(trace.output_leaves) if leaf is FROM_GRAPH]
-    for slot, node in zip(slots, output.args[0], strict=True):
+    for slot, node in zip(slots, returned(trace.graph), strict=True):
         kind = _kind(node, flow)
         if kind is None:
             trace.output_leaves[slot] = Untraced(
@@ -180,9 +190,10 @@ def _broadcast_operands(node: fx.Node, flow: Flow) -> list[fx.Node]:
         return operands
     if target not in _BROADCAST:
         return []
-    named = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-    uses = [a for a in (*node.args, *node.kwargs.values()) if a is named.get(_BROADCAST[target])]
-    return [n for n in operands if n is named.get(_BROADCAST[target]) and len(uses) == 1]
+    named = by_name(target, node.args, node.kwargs)
+    broadcast = named[_BROADCAST[target]]
+    used_once = sum(a is broadcast for a in named.values()) == 1
+    return [n for n in operands if n is broadcast and used_once]
 
 
 def _reference(node: fx.Node, dims: tuple[int, ...], flow: Flow) -> tuple[fx.Node, int] | None:

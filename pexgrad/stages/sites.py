@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ..base.nodes import is_differentiable, value, where
+from ..base.nodes import by_name, is_differentiable, value, where
 from ..errors import ANY_MODEL, MixedExamplesError, TraceError
 from ..tracing.opaque import HOOKED
 from ..tracing.trace import Trace
@@ -73,9 +73,7 @@ def _operand(node: fx.Node, arguments: dict[str, Any], params: frozenset[str]) -
 def _arguments(node: fx.Node) -> dict[str, Any]:
     if not isinstance(node.target, OpOverload):
         return {str(i): a for i, a in enumerate(node.args)} | dict(node.kwargs)
-    schema = node.target._schema.arguments
-    given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
-    return {a.name: given.get(a.name, a.default_value) for a in schema}
+    return by_name(node.target, node.args, node.kwargs)
 
 
 def _outputs(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.graph import CodeGen
 
-from ..base.nodes import mutated_operands, storage, value, where
+from ..base.nodes import mutated_operands, returned, storage, value, where
 from ..errors import ANY_MODEL, TraceError
 from ..tracing.trace import Trace
 from .parts import Part, find_parts
@@ -64,7 +64,7 @@ class Program:
     @property
     def outputs(self) -> list[fx.Node]:
         """The nodes of the model's output."""
-        return list(next(iter(reversed(self.module.graph.nodes))).args[0][0])
+        return list(returned(self.module.graph)[0])
 
     def run(self, values: Sequence[Tensor]) -> Forward:
         """Run forward on parameters, buffers and inputs."""
@@ -115,7 +115,7 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
             )
         )
     settle_strides(graph)
-    output = next(iter(reversed(graph.nodes)))
+    output = graph.output_node()
     output.args = ((output.args[0], edges, list(residuals), list(operands)),)
     graph.set_codegen(CodeGen())
     graph.lint()

@@ -20,7 +20,6 @@ from unittest import mock
 import sympy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
@@ -28,7 +27,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..base.memory import storage_of
-from ..base.nodes import is_model_of, mutated_operands, storage, value
+from ..base.nodes import draws, is_model_of, storage, value, written_memory
 from ..base.source import calling_line
 from ..errors import ANY_MODEL, TraceError
 from ..inputs.call import Call
@@ -122,7 +121,7 @@ class Reader:
                 f"the model's Python code reads a number from {what} (at {where}); control flow that depends on such data has no "
                 f"graph: use torch.where or a mask, or {ANY_MODEL}"
             )
-        if any(map(_draws, nodes)):
+        if any(map(draws, nodes)):
             raise TraceError(
                 f"the model's Python code reads a random number from a tensor (at {where}), which a graph would keep "
                 f"for ever: choose with torch.where, or {ANY_MODEL}"
@@ -214,7 +213,7 @@ def _computing(
     """The nodes that `targets` are computed from, in order, with those that write to what they read; sizes are leaves."""
     needed, memory, found = set(targets), set[int](), []
     for node in reversed(graph.nodes):
-        if node not in needed and memory.isdisjoint(_written(node)):
+        if node not in needed and memory.isdisjoint(written_memory(node)):
             continue
         found.append(node)
         if _size(node, batch) is None:
@@ -230,10 +229,6 @@ def _empty(own: fx.Graph, like: Any, batch: sympy.Symbol) -> fx.Node:
     return own.call_function(torch.empty, (sizes,), {"dtype": like.dtype, "device": like.device})
 
 
-def _written(node: fx.Node) -> set[int | None]:
-    return {storage(n) for n in mutated_operands(node)} - {None}
-
-
 def _memory(root: nn.Module, node: fx.Node) -> int | None:
     if node.op == "get_attr":
         constant = getattr(root, str(node.target), None)
@@ -245,17 +240,13 @@ def _is_floating(node: fx.Node) -> bool:
     return value(node).is_floating_point() or value(node).is_complex()
 
 
-def _draws(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
 def _program(
     graph: fx.Graph, root: nn.Module, nodes: list[fx.Node], results: list[fx.Node], batch: sympy.Symbol
 ) -> fx.GraphModule:
     """A program of `nodes` alone, which takes the values of all placeholders and writes to none of them."""
     own = fx.Graph()
     new: dict[fx.Node, Any] = {n: own.placeholder(n.name) for n in graph.nodes if n.op == "placeholder"}
-    writes = any(map(_written, nodes))
+    writes = any(map(written_memory, nodes))
     for node in nodes:
         if (size := _size(node, batch)) is not None:
             new[node] = size

@@ -44,14 +44,11 @@ def rehearsed(model: Bound, call: Call, tracing: Callable[[], Trace]) -> Trace:
 def _rehearse(model: Bound, call: Call) -> list[torch.Generator] | None:
     """Run the model on the first example; the generators that it drew from, or None where it does not take one example."""
     noting = _Noting()
-    args, kwargs = trees.as_call(trees.map_tensors(torch.clone, trees.examples(call.x, 0, 1)))
     params = {k: p.detach() for k, p in call.params.items()}
-    if model.writes_to_parameters():
-        params = {k: p.clone() for k, p in params.items()}
     with noting, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            model.fresh(params)(*args, **kwargs)
+            model.run(params, trees.examples(call.x, 0, 1))
         except TraceError:
             raise
         except Exception:  # noqa: BLE001 - what the model itself fails of will be seen on the whole batch

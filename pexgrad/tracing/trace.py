@@ -113,7 +113,7 @@ class Untraced:
         """Say what cannot be used."""
         raise TraceError(
             f"the loss uses a {self._kind} in the model's output, which has no per-example gradient; return what it is computed "
-            f"from, with the batch on a dimension, and compute it in the loss, or use {ANY_MODEL}"
+            f"from, with the batch on a dimension, and compute it in the loss, or {ANY_MODEL}"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse
