@@ -28,3 +28,8 @@ class VerificationError(PexgradError, RuntimeError):
 
 
 ANY_MODEL = 'use strategy="naive", which takes any model'
+
+
+def first_line(e: BaseException) -> str:
+    """What an error of another library says first."""
+    return str(e).strip().partition("\n")[0]

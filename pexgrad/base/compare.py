@@ -24,9 +24,9 @@ def is_half(t: Tensor) -> bool:
     return t.is_floating_point() and t.dtype.itemsize < 4
 
 
-# A difference is rounding, too, where `want` itself is: where rounding the parameters otherwise changes it by this part of it,
-# or more, but by no more than so many roundings of one (then rounding decides on a branch), and the difference is at most so
-# many times that. Not for half precision, where a rounding is no small part of anything.
+# Some gradients are rounding and nothing else: computed from parameters that are rounded otherwise they move by a large part
+# of their size (_PART), and yet by little (_ROUNDINGS roundings of one; beyond that, rounding decides on a branch). There, a
+# difference of a few times that move (_TIMES) is rounding too. Not in half precision, where a rounding is a large part.
 _PART, _ROUNDINGS, _TIMES = 0.1, 1e4, 30
 
 

@@ -147,7 +147,7 @@ class Composable:
 
     # What compiled code needs to know of the result: whether it is tensors, how it is put together from a flat list of
     # them (entries by name at `paths`), and their shapes and dtypes.
-    _is_of_tensors = False
+    _is_of_tensors = True
 
     def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
         raise NotImplementedError

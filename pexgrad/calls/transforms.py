@@ -236,8 +236,6 @@ class PerExampleGrad(Transform):
     def _result(self, losses: Tensor, rows: dict[str, Tensor]) -> Any:
         return rows
 
-    _is_of_tensors = True
-
     def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
         return nested.at(paths, flat)
 
@@ -273,8 +271,6 @@ class PerExampleGradNorm(Transform):
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.norms(self._per_param)
 
-    _is_of_tensors = True
-
     def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
         return nested.at(paths, flat) if self._per_param else flat[0]
 
@@ -287,6 +283,8 @@ class PerExampleGradNorm(Transform):
 
 class PerExampleJacobian(Transform):
     """`(params, x, y=None) -> Jacobian`; made by `per_example_jacobian`."""
+
+    _is_of_tensors = False
 
     @composable
     def __call__(self, params: Params, x: Any, y: Any = None) -> Jacobian:
@@ -349,8 +347,6 @@ class ClippedGrad(Transform):
         weights = {k: only(w) for k, w in weights.items()} if isinstance(weights, dict) else only(weights)
         grads = {k: torch.where(mask.any(), g, 0) for k, g in jacobian.vjp(weights).items()}
         return Clipped(grads, only(norms), only(jacobian.losses))
-
-    _is_of_tensors = True
 
     def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
         return Clipped(nested.at(paths, flat[:-2]), flat[-2], flat[-1])

@@ -59,28 +59,32 @@ MANY = 1 << 22
 
 
 def amounts(work: Work, algorithm: str) -> tuple[float, ...]:
-    """Calls, multiplications, the same of channels in whole blocks and of ragged ones, numbers in windows, those of images
-    with many again, numbers in rows, in x and g.
-    """
+    """What an algorithm does for a convolution, each kind of it with a price of its own."""
     images = work.examples * work.fold
     one = work.groups * work.outputs * work.inputs * work.kernel
     places = images * work.positions
     copied = algorithm == "unfold" and work.kernel > 1  # windows of one element are x itself
     windows = work.groups * work.inputs * work.kernel * work.positions if copied else 0
     return (
-        work.examples if algorithm == "loop" else images * work.groups if algorithm == "unfold" else 1,
-        places * one,
-        places * work.channels * work.kernel,
-        places * one * (work.ragged and algorithm in ("loop", "joint")),
-        images * windows,
-        images * windows * (windows > MANY),
-        work.examples * one,
-        images * work.groups * (work.inputs * work.pixels + work.outputs * work.positions),
+        work.examples
+        if algorithm == "loop"
+        else images * work.groups
+        if algorithm == "unfold"
+        else 1,  # calls
+        places * one,  # multiplications
+        places * work.channels * work.kernel,  # the same of channels in whole blocks
+        places * one * (work.ragged and algorithm in ("loop", "joint")),  # and of channels that fill none
+        images * windows,  # numbers copied into windows
+        images * windows * (windows > MANY),  # again, for images with many of them
+        work.examples * one,  # numbers in rows
+        images
+        * work.groups
+        * (work.inputs * work.pixels + work.outputs * work.positions),  # numbers in x and g
     )
 
 
 def candidates(work: Work, into_memory: bool) -> tuple[str, ...]:
-    """The algorithms that may be fastest; into (large) memory that is there already, those that do not fill as much elsewhere."""
+    """The algorithms that may be fastest; into large memory that is there already without "joint", which fills as much again."""
     if work.fold != 1:
         return ("unfold", "loop")
     # else the library goes through the groups one by one

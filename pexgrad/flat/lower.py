@@ -35,7 +35,7 @@ from ..base.fakes import HINT, computes_metadata, fake, fake_batch, quiet, symbo
 from ..base.modes import uncompiled
 from ..base.nodes import operation
 from ..base.still import StandStill
-from ..errors import TraceError, VerificationError
+from ..errors import TraceError, VerificationError, first_line
 from ..inputs.arguments import Options
 from ..inputs.call import Call
 from ..pipeline import Pipeline
@@ -165,8 +165,8 @@ def _record(
         leaves, found["spec"] = pytree.tree_flatten(answer(jacobian, *flat[len(flat) - len(further) :]))
         return leaves
 
-    numbers: list[None] = []
-    with noting_numbers(lambda: numbers.append(None)):
+    numbers: list[Any] = []
+    with noting_numbers(numbers):
         module = _make_graph(run, fakes)
     without_checks(module)
     reshape_views(module)
@@ -234,9 +234,8 @@ def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.Gra
             record = make_fx(function, BACKWARD, tracing_mode="fake", _allow_non_fake_inputs=True)
             module = record(*fakes)
     except Exception as e:
-        lines = str(e).strip().splitlines()
         raise TraceError(
-            f"this call cannot be lowered to one flat graph: {type(e).__name__}: {lines[0] if lines else ''}; "
+            f"this call cannot be lowered to one flat graph: {type(e).__name__}: {first_line(e)}; "
             "call the function itself"
         ) from e
     module.graph.eliminate_dead_code()

@@ -112,8 +112,7 @@ def _same_as(node: fx.Node) -> Any:
 
 
 def _end_of(node: fx.Node) -> Any:
-    sizes, dim = (node.args[1], node.args[2]) if node.target is aten.slice_backward.default else (None, 0)
-    return None if sizes is None else sizes[dim]  # type: ignore[index]
+    return node.args[1][node.args[2]] if node.target is aten.slice_backward.default else None  # pyright: ignore
 
 
 def _cut_gradients(graph: fx.Graph) -> None:

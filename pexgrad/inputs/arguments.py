@@ -78,8 +78,9 @@ def check_call(model: Bound, params: Params, x: Any, y: Any) -> Call:
     for k in trainable:
         _check_trainable(k, params[k])
     full = dict(params) | {k: p for k, p in own.items() if k not in params}
-    batch = trees.batch_size(trees.flatten(trees.as_call(x))[0], trees.flatten(y)[0])
-    if any(t.is_meta for t in (*full.values(), *trees.tensors(x), *trees.tensors(y))):
+    leaves, targets = trees.flatten(trees.as_call(x))[0], trees.flatten(y)[0]
+    batch = trees.batch_size(leaves, targets)
+    if any(isinstance(t, Tensor) and t.is_meta for t in (*full.values(), *leaves, *targets)):
         raise InputError("there are tensors on the meta device, which have no numbers")
     return Call(full, trainable, list(module.buffers.values()), x, y, batch, module)
 

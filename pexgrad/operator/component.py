@@ -1,7 +1,7 @@
 """Parameters that must be looked at together, and the algebra of their terms.
 
 A *term* is one derived value with the factor of its uses. Terms that are windows into a parameter (the parameter itself, a
-transpose, a slice) keep norms and inner products, so those come from the factors in closed form, cross terms
+transpose, a slice) have the norms and inner products of the factors themselves, in closed form, cross terms
 included. Where a term is computed from parameters in any other way, the rows of the parameters it
 reaches are built, a bounded number of examples at a time.
 """
@@ -30,6 +30,16 @@ class Term:
     params: tuple[str, ...]
     window: Window | None
     factor: Factor
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the value is a parameter as it is."""
+        return self.window is not None and self.window.whole
+
+    @property
+    def goes_by_rows(self) -> bool:
+        """Whether sums of rows may not be pulled back in one, because the pullback may not be linear."""
+        return self.window is None and not is_linear(self.value)
 
     def narrow(self, start: int, length: int) -> Term:
         """The same for some of the examples."""
@@ -87,13 +97,6 @@ class Component:
             factor.add_to(rows)
         return rows
 
-    def _is_whole(self, term: Term) -> bool:
-        return term.window is not None and term.window.whole
-
-    def _goes_by_rows(self, term: Term) -> bool:
-        """Whether sums of rows may not be pulled back in one, because the pullback may not be linear."""
-        return term.window is None and not is_linear(term.value)
-
     def _term_rows(self, term: Term) -> Iterator[tuple[str, Tensor]]:
         rows = term.factor.rows()
         if term.window is not None:
@@ -110,11 +113,11 @@ class Component:
         return found
 
     def _term_vjp(self, term: Term, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        if self._is_whole(term):
+        if term.is_whole:
             (name,) = term.params
             yield name, term.factor.weighted_sum(weights[name])
             return
-        if self._goes_by_rows(term):
+        if term.goes_by_rows:
             for k, rows in self._term_rows(term):
                 yield k, Rows(rows).weighted_sum(weights[k])
             return
@@ -127,7 +130,7 @@ class Component:
         """(b,): the inner product of each row with `v`."""
         parts = []
         for term in self.terms:
-            if self._goes_by_rows(term):
+            if term.goes_by_rows:
                 parts += [Rows(rows).dot(v[k]) for k, rows in self._term_rows(term)]
                 continue
             if term.window is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..base.compare import largest_error
 from ..base.nodes import batch_dims, value, where
-from ..errors import MixedExamplesError, TraceError
+from ..errors import MixedExamplesError, TraceError, first_line
 from ..inputs.call import Call
 from ..tracing.trace import Trace
 from .layout import Anywhere, Layout, Untold, candidates
@@ -238,9 +238,7 @@ def _gradients(
     try:
         grads = iter(torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True))
     except RuntimeError as e:
-        raise TraceError(
-            f"autograd cannot differentiate the model on a test batch: {str(e).splitlines()[0]}"
-        ) from e
+        raise TraceError(f"autograd cannot differentiate the model on a test batch: {first_line(e)}") from e
     return base.cotangents(None if e is None else next(grads) for e in base.edges)
 
 

@@ -20,8 +20,8 @@ SIZES = (3, 2, 4, 5, 6, 8, 16, 32, 64)
 def draw(serves: Callable[[int], bool], call: Call, scramble: bool) -> Call:
     """Take a few of the user's examples, repeated with some noise where there are too few.
 
-    The first two differ in as many inputs as any do. With `scramble`, made up examples get values that may not fit one
-    another (boxes whose left edge is right of the right one).
+    The second is the one that differs from the first in the most inputs. With `scramble`, made up examples get values that may
+    not fit one another (boxes whose left edge is right of the right one).
     """
     batch = call.batch
     size = next((n for n in (*SIZES, batch) if serves(n)), batch)

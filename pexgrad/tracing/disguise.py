@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..base.source import is_library
+
 
 @contextlib.contextmanager
-def disguised(hidden: bool, is_library: Callable[[str], bool]) -> Iterator[list[str]]:
+def disguised(hidden: bool) -> Iterator[list[str]]:
     """Gives the files of code outside the libraries that has asked; with `hidden`, that code is told no."""
     asked: list[str] = []
 

@@ -20,33 +20,33 @@ _NUMBERS = {aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero
 
 
 @contextlib.contextmanager
-def noting_numbers(note: Callable[[], object]) -> Iterator[None]:
-    """Call `note` whenever a number is taken out of a tensor, be it a constant."""
+def noting_numbers(noted: list[Any]) -> Iterator[None]:
+    """Append to `noted` what takes a number out of a tensor, be it a constant."""
     with (
-        mock.patch.object(Tensor, "tolist", _noting_reads(Tensor.tolist, note)),
-        mock.patch.object(Tensor, "numpy", _noting_reads(Tensor.numpy, note)),
-        mock.patch.object(proxy_tensor, "proxy_call", _noting_calls(proxy_tensor.proxy_call, note)),
+        mock.patch.object(Tensor, "tolist", _noting_reads(Tensor.tolist, noted)),
+        mock.patch.object(Tensor, "numpy", _noting_reads(Tensor.numpy, noted)),
+        mock.patch.object(proxy_tensor, "proxy_call", _noting_calls(proxy_tensor.proxy_call, noted)),
     ):
         yield
 
 
-def _noting_reads(read: Callable[..., Any], note: Callable[[], object]) -> Callable[..., Any]:
+def _noting_reads(read: Callable[..., Any], noted: list[Any]) -> Callable[..., Any]:
     """A method that gives Python numbers without an operation."""
 
-    def noted(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        note()
+    def reading(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        noted.append(read)
         if isinstance(self, FakeTensor):
             return read(self, *args, **kwargs)
         with _disable_current_modes():  # under which `numpy` would read the memory of a fake
             return read(self, *args, **kwargs)
 
-    return noted
+    return reading
 
 
-def _noting_calls(call: Callable[..., Any], note: Callable[[], object]) -> Callable[..., Any]:
-    def noted(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _noting_calls(call: Callable[..., Any], noted: list[Any]) -> Callable[..., Any]:
+    def calling(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         if func in _NUMBERS:
-            note()
+            noted.append(func)
         return call(mode, func, *args, **kwargs)
 
-    return noted
+    return calling

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ..base.source import calling_line
-from ..errors import ANY_MODEL, TraceError
+from ..errors import ANY_MODEL, TraceError, first_line
 
 HOOKED = "hooked"  # key in a node's meta: the value passes through tensor hooks here
 
@@ -112,8 +112,9 @@ def _record(
     try:
         proxy = tracer.create_proxy("call_function", function, proxy_args, proxy_kwargs)
     except NotImplementedError as e:  # a module, say: its parameters would not be the call's
+        what = first_line(e).removeprefix("argument of type: ")
         raise TraceError(
-            f"the custom autograd.Function {function.__name__} is given objects that a graph cannot hold ({_brief(e)}); give it "
+            f"the custom autograd.Function {function.__name__} is given objects that a graph cannot hold ({what}); give it "
             f"the tensors themselves, or {ANY_MODEL}"
         ) from e
     proxy.node.meta.update(meta or {})
@@ -122,10 +123,6 @@ def _record(
             result = tree_map(_fresh, function(*args, **kwargs))
     track_tensor_tree(result, proxy, constant=None, tracer=tracer)
     return result
-
-
-def _brief(e: Exception) -> str:
-    return str(e).removeprefix("argument of type: ").splitlines()[0]
 
 
 def _fresh(value: Any) -> Any:

@@ -64,12 +64,8 @@ class Reader:
     def __init__(self, call: Call, batch: sympy.Symbol):
         self.call, self.batch = call, batch
         self.given: dict[tuple[sympy.Basic, type[Answer]], tuple[Reading, Answer]] = {}
-        self.was_asked = False  # for any number, constants' included
+        self.numbers: list[Any] = []  # what took a number out of any tensor, constants included
         self.fixed_at = ""  # the last line that asked for the batch size itself, or compared it with a number
-
-    def note(self) -> None:
-        """Remember that some number was taken out of a tensor."""
-        self.was_asked = True
 
     def answer(self, asked: sympy.Basic, kind: type[Answer]) -> Answer | None:
         """The answer; None where it is not for numbers read from tensors that are asked."""

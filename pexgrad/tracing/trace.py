@@ -29,7 +29,7 @@ from ..base import trees
 from ..base.compare import is_half
 from ..base.fakes import HINT, TRACING, computes_metadata, fake, fake_batch, quiet, symbolic_mode
 from ..base.source import calling_line, is_library
-from ..errors import ANY_MODEL, PexgradError, TraceError
+from ..errors import ANY_MODEL, PexgradError, TraceError, first_line
 from ..inputs.call import Call
 from ..inputs.rebind import Bound
 from .decompositions import DECOMPOSITIONS
@@ -126,13 +126,13 @@ class Untraced:
 def trace(model: Bound, call: Call, hint: int = HINT) -> Trace:
     """Trace `model` on fake parameters and inputs shaped like a call's, with a symbolic batch size."""
     with TRACING:
-        with disguised(False, is_library) as asked:
+        with disguised(False) as asked:
             try:
                 return _trace(model, call, hint)
             except TraceError as e:
                 first = e
         if asked:
-            with contextlib.suppress(TraceError), disguised(True, is_library):
+            with contextlib.suppress(TraceError), disguised(True):
                 return _trace(model, call, hint)
         raise first
 
@@ -173,7 +173,7 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
             raise
         except Exception as e:
             raise TraceError(
-                f"the model has no static graph: {type(e).__name__}: {_first_line(e)}{_user_line(e)}; "
+                f"the model has no static graph: {type(e).__name__}: {first_line(e)}{_user_line(e)}; "
                 f"control flow or shapes that depend on data cannot be traced: {ANY_MODEL}"
             ) from e
     gm.graph.eliminate_dead_code()
@@ -198,7 +198,7 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
         output_spec=seen["spec"],
         guards=tuple(branches),
         readings=reader.readings(),
-        reads_numbers=reader.was_asked,
+        reads_numbers=bool(reader.numbers),
     )
 
 
@@ -217,7 +217,7 @@ def _stand_in(leaf: Any) -> Any:
 def _tracing(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]:
     """Gives the conditions on the batch size that the model's own code branches on."""
     branches: list[sympy.Basic] = []
-    running: list[None] = []  # as long as the operations that are running are deep
+    running: list[None] = []  # one entry for each operation that is running, the innermost last
     with (
         torch.enable_grad(),
         opaque_functions(),
@@ -229,7 +229,7 @@ def _tracing(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
         mock.patch.object(builtins, "len", _traced_len(builtins.len)),
         mock.patch.object(nn.Module, "_apply", _apply),
         mock.patch.object(nn.TransformerEncoder, "forward", _without_nesting(nn.TransformerEncoder.forward)),
-        noting_numbers(reader.note),
+        noting_numbers(reader.numbers),
         mock.patch.object(PythonKeyTracer, "create_node", _noting_source(PythonKeyTracer.create_node)),
         mock.patch.object(proxy_tensor, "proxy_call", _noting_depth(proxy_tensor.proxy_call, running)),
         mock.patch.object(SymNode, "bool_", _noting_branches(SymNode.bool_, batch, branches, running)),
@@ -361,11 +361,6 @@ def _refuse_shapes_of_data(graph: fx.Graph, batch: sympy.Symbol) -> None:
                 f"the shape of {node.name} depends on data (at {node.meta.get('source', 'an unknown line')}), so the "
                 f"model has no static graph; use masks instead of selecting by value, or {ANY_MODEL}"
             )
-
-
-def _first_line(e: BaseException) -> str:
-    lines = str(e).strip().splitlines()
-    return lines[0] if lines else ""
 
 
 def _user_line(e: BaseException) -> str:
