@@ -530,3 +530,94 @@ def test_named_tuples_inside_a_compiled_function():
     params, a, y = {f"lin.{k}": p for k, p in named(layer).items()}, torch.randn(4, 3), labels(4, 3)
     compiled = torch.compile(lambda p, a, b, y: fn(p, (pair(a, b),), y), backend="eager")
     assert_same(compiled(params, a, a + 1, y), fn(params, (pair(a, a + 1),), y))
+
+
+# --- what a call reads beside its arguments --------------------------------------------------------
+
+
+def closures():
+    """name -> norms summed, as a function of a coefficient that no argument carries."""
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    params = {k: p.detach() for k, p in named(model).items()}
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 3), nn.Buffer(torch.ones(()))
+
+        def forward(self, x):
+            return self.linear(x) * self.scale
+
+    scaled = Scaled()
+
+    def of_loss(c):
+        fn = pexgrad.per_example_grad_norm(model, lambda o, y: (o.square() * c).sum(1), create_graph=True)
+        return fn(params, x).sum()
+
+    def of_function(c):
+        fn = pexgrad.per_example_grad_norm(
+            lambda p, x: x @ p["weight"].T * c, lambda o, y: o.square().sum(1), create_graph=True
+        )
+        return fn({"weight": params["weight"]}, x).sum()
+
+    def of_buffer(c):
+        before, scaled.scale = scaled.scale, c
+        try:
+            fn = pexgrad.per_example_grad_norm(scaled, lambda o, y: o.square().sum(1), create_graph=True)
+            return fn({k: p.detach() for k, p in named(scaled).items()}, x).sum()
+        finally:
+            scaled.scale = before
+
+    return {"loss": of_loss, "function": of_function, "buffer": of_buffer}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # torch's own, on the first jvp
+@pytest.mark.parametrize("where", closures())
+def test_a_transform_of_what_is_no_argument_is_refused(where):
+    """It would be a constant of the call: a derivative of zero, in silence."""
+    f, c = closures()[where], torch.tensor(2.0)
+    for call in (
+        lambda: torch.func.grad(f)(c),
+        lambda: torch.func.vmap(f)(c.expand(2)),
+        lambda: torch.func.jvp(f, (c,), (c,)),
+    ):
+        with pytest.raises(pexgrad.PexgradError, match="belongs to that transform"):
+            call()
+    leaf = c.clone().requires_grad_()
+    (got,) = torch.autograd.grad(f(leaf), leaf)
+    with torch.no_grad():
+        step = 1e-2
+        want = (f(c + step) - f(c - step)) / (2 * step)
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
+
+
+def test_vmap_over_a_mask_alone():
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), labels(5, 3)
+    params = {k: p.detach() for k, p in named(model).items()}
+    fn = pexgrad.clipped_grad(model, max_norm=0.3)
+    masks = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 1, 0, 0]], dtype=torch.bool)
+    got = torch.func.vmap(lambda mask: fn(params, x, y, mask=mask).norms)(masks)
+    torch.testing.assert_close(got, torch.stack([fn(params, x, y, mask=m).norms for m in masks]))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("what", ["buffer", "parameter"])
+def test_state_that_the_same_compiled_function_changes(backend, what):
+    """Compiled code reorders what it does not know to depend on one another."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5).eval(), nn.Linear(5, 3))
+    params, x, y = {"2.weight": model[2].weight}, torch.randn(5, 4), labels(5, 3)
+    fn = pexgrad.per_example_grad_norm(model)
+    held = model[1].running_var if what == "buffer" else model[0].weight.detach()
+
+    def step(x):
+        before = fn(params, x, y)
+        held.mul_(4.0)
+        return before, fn(params, x, y)
+
+    want = step(x)
+    held.div_(4.0)
+    if (backend, what) != ("inductor", "buffer"):
+        with pytest.raises(pexgrad.InputError, match="is changed in the same compiled function"):
+            torch.compile(step, backend=backend)(x)
+    else:  # it changes things in their place, in order
+        torch.testing.assert_close(torch.compile(step, backend=backend)(x), want)

@@ -18,10 +18,11 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..base import nested, trees
+from ..errors import InputError
 
 if TYPE_CHECKING:
     from .compose import Composable
@@ -40,7 +41,7 @@ def handle(transform: Composable) -> str:
 def call(transform: Composable, params: Any, x: Any, y: Any, options: dict[str, Any]) -> Any:
     """What `transform(params, x, y)` returns, in operations that the compiler can trace."""
     tensors: list[Tensor] = []
-    template = _template((params, x, y, options), tensors)
+    template = _template((params, x, y, options, _state(transform, params)), tensors)
     device = tensors[0].device.type
     cast = (
         str(torch.get_autocast_dtype(device)).removeprefix("torch.")
@@ -49,6 +50,30 @@ def call(transform: Composable, params: Any, x: Any, y: Any, options: dict[str, 
     )
     flat = torch.ops.pexgrad.call(tensors, transform._handle, template, cast)
     return transform._assembled(_paths(transform._handle, template), flat)
+
+
+def _state(transform: Composable, params: Any) -> list[Tensor]:
+    """What the modules hold beside the parameters that a call is given: the compiler has to know that the call reads it."""
+    model, loss = transform._model.model, transform._loss.loss
+    held: list[Tensor] = []
+    if isinstance(model, nn.Module):
+        given = nested.flatten(params)
+        held += [p for k, p in model.named_parameters() if k not in given]
+        held += list(model.buffers())
+    if isinstance(loss, nn.Module):
+        held += [*loss.parameters(), *loss.buffers()]
+    return held
+
+
+def _refuse_changed(given: list[Tensor], own: list[Tensor]) -> None:
+    """Raise where compiled code has another value for what a module holds: it writes its changes back at its end."""
+    for t, kept in zip(given, own, strict=True):
+        if t.data_ptr() != kept.data_ptr() and not torch.equal(t, kept):
+            raise InputError(
+                f"a buffer, or a parameter that is not in params, of shape {tuple(kept.shape)} is changed in the same compiled "
+                "function that calls this one, and is written back only at its end; change it outside of the compiled function, "
+                "or pass it in params"
+            )
 
 
 def takes(tree: Any) -> bool:
@@ -101,7 +126,8 @@ def _paths(name: str, template: str) -> nested.Structure:
 @torch.library.custom_op("pexgrad::call", mutates_args=())
 def _call(tensors: list[Tensor], name: str, template: str, cast: str) -> list[Tensor]:
     transform = _transform(name)
-    params, x, y, options = _filled(template, tensors)
+    params, x, y, options, state = _filled(template, tensors)
+    _refuse_changed(state, _state(transform, params))
     device = tensors[0].device.type
     autocast = torch.autocast(device, getattr(torch, cast or "bfloat16"), enabled=bool(cast))
     with _with_autograd(), autocast:
@@ -137,7 +163,7 @@ def _usual_keys() -> list[Any]:
 def _fake_call(
     tensors: list[Tensor], name: str, template: str, cast: str, device: Any = None
 ) -> list[Tensor]:
-    params, x, y, _ = _filled(template, tensors)
+    params, x, y, *_ = _filled(template, tensors)
     flat = nested.flatten(params)
     entries = [flat[".".join(path)] for path in _paths(name, template)]
     (batch, *_) = (t.shape[0] for t in trees.tensors((x, y)))

@@ -50,7 +50,10 @@ def composable(call: Callable[..., Any]) -> Callable[..., Any]:
         if nested.is_nested(params):
             return _call_nested(self, composed, params, x, y, options)
         arguments = _as_dict(params), x, y
-        if modes.has_tangent(arguments) or (modes.inside_transform() and modes.is_wrapped(arguments)):
+        given, inside = (*arguments, options), modes.inside_transform()
+        if inside:
+            self._refuse_wrapped_reads(arguments[0])
+        if modes.has_tangent(given) or (inside and modes.is_wrapped(given)):
             return self._through_graph(call, params, x, y, options)
         with modes.outside_transforms(), modes.recording():
             return call(self, *map(modes.recordable, arguments), **options)
@@ -73,6 +76,13 @@ def _uncompiled(
     call: Callable[..., Any], transform: Composable, params: Params, x: Any, y: Any, options: dict[str, Any]
 ) -> Any:
     return call(transform, params, x, y, **options)
+
+
+def _wrapped(what: str) -> str:
+    return (
+        f"inside a torch.func transform {what} belongs to that transform, and the call would take it for a constant; pass it "
+        "in params, x or y"
+    )
 
 
 def _in_words(smallest: int, largest: int | None) -> int | str:
@@ -246,6 +256,20 @@ class Composable:
     def _written_in(self) -> list[Callable[..., Any]]:
         """The user's functions that a recorded graph has written into it."""
         return [self._loss.loss]
+
+    def _refuse_wrapped_reads(self, params: Any) -> None:
+        """Raise where a `torch.func` transform wraps what is no argument of the call: it would be taken for a constant."""
+        for what, function in (("model", self._model.model), ("loss", self._loss.loss)):
+            held = snapshot(function)
+            given = params if what == "model" and isinstance(params, dict) else {}
+            left_out = {k: p for k, p in held.parameters.items() if k not in given}
+            for place, t in (left_out | held.buffers).items():
+                if modes.is_wrapped(t):
+                    raise InputError(_wrapped(f"the {what}'s '{place}'"))
+            if modes.is_wrapped(list(held.loose.values())):
+                raise InputError(
+                    _wrapped(f"a tensor that the {what} finds beside its arguments (in a closure, a global)")
+                )
 
     def _through_graph(
         self, method: Callable[..., Any], params: Params, x: Any, y: Any, options: dict[str, Any]
