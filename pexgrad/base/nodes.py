@@ -93,8 +93,8 @@ def bind(node: fx.Node) -> Iterator[tuple[Any, Any]]:
     """Each argument that an operation is given, with its declaration."""
     schema = node.target._schema.arguments  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
     yield from zip(node.args, schema, strict=False)
-    by_name = {s.name: s for s in schema}
-    yield from ((v, by_name[k]) for k, v in node.kwargs.items() if k in by_name)
+    declared = {s.name: s for s in schema}
+    yield from ((v, declared[k]) for k, v in node.kwargs.items() if k in declared)
 
 
 def by_name(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,9 +104,9 @@ def by_name(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
-def draws(node: fx.Node) -> bool:
+def draws(operation: Any) -> bool:
     """Whether an operation draws random numbers."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return isinstance(operation, OpOverload) and torch.Tag.nondeterministic_seeded in operation.tags
 
 
 def written_memory(node: fx.Node) -> set[int]:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .nodes import draws
+
 Still = Callable[..., Any]
 
 # where an operation that is told no device makes its values: `torch.set_default_device` tells them before they get here
@@ -106,7 +108,7 @@ class StandStill(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not draws(func):
             return func(*args, **kwargs)
         space, name = func._schema.name.split("::")
         if space != "aten":

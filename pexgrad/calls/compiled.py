@@ -54,15 +54,9 @@ def call(transform: Composable, params: Any, x: Any, y: Any, options: dict[str, 
 
 def _state(transform: Composable, params: Any) -> list[Tensor]:
     """What the modules hold beside the parameters that a call is given: the compiler has to know that the call reads it."""
-    model, loss = transform._model.model, transform._loss.loss
-    held: list[Tensor] = []
-    if isinstance(model, nn.Module):
-        given = nested.flatten(params)
-        held += [p for k, p in model.named_parameters() if k not in given]
-        held += list(model.buffers())
-    if isinstance(loss, nn.Module):
-        held += [*loss.parameters(), *loss.buffers()]
-    return held
+    model, loss, given = transform._model, transform._loss.loss, nested.flatten(params)
+    held = [p for k, p in model.parameters().items() if k not in given] + list(model.buffers().values())
+    return held + ([*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else [])
 
 
 def _refuse_changed(given: list[Tensor], own: list[Tensor]) -> None:

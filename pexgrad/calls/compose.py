@@ -259,13 +259,12 @@ class Composable:
 
     def _refuse_wrapped_reads(self, params: Any) -> None:
         """Raise where a `torch.func` transform wraps what is no argument of the call: it would be taken for a constant."""
-        for what, function in (("model", self._model.model), ("loss", self._loss.loss)):
+        given = params if isinstance(params, dict) else {}
+        for what, function, passed in (("model", self._model.model, given), ("loss", self._loss.loss, {})):
             held = snapshot(function)
-            given = params if what == "model" and isinstance(params, dict) else {}
-            left_out = {k: p for k, p in held.parameters.items() if k not in given}
-            for place, t in (left_out | held.buffers).items():
-                if modes.is_wrapped(t):
-                    raise InputError(_wrapped(f"the {what}'s '{place}'"))
+            for name, t in (held.parameters | held.buffers).items():
+                if name not in passed and modes.is_wrapped(t):
+                    raise InputError(_wrapped(f"the {what}'s '{name}'"))
             if modes.is_wrapped(list(held.loose.values())):
                 raise InputError(
                     _wrapped(f"a tensor that the {what} finds beside its arguments (in a closure, a global)")

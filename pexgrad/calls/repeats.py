@@ -105,10 +105,9 @@ def _graph_as_good(
 ) -> Lowered | None:
     """The graph of a call that was answered in so many seconds, if it gives the same bits faster."""
     try:
-        outputs = pipeline.program.run(call.values()).outputs
-        if not (
-            is_plain(pipeline.program.module.graph) and pipeline.losses.are_of_one_tensor(outputs, call.y)
-        ):
+        if not is_plain(pipeline.program.module.graph):
+            return None
+        if not pipeline.losses.are_of_one_tensor(pipeline.program.run(call.values()).outputs, call.y):
             return None
         graph = _record(transform, pipeline, call)
         if graph.reads_numbers:  # out of a tensor that may change in place

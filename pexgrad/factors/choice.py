@@ -65,21 +65,16 @@ def amounts(work: Work, algorithm: str) -> tuple[float, ...]:
     places = images * work.positions
     copied = algorithm == "unfold" and work.kernel > 1  # windows of one element are x itself
     windows = work.groups * work.inputs * work.kernel * work.positions if copied else 0
+    given = images * work.groups * (work.inputs * work.pixels + work.outputs * work.positions)
     return (
-        work.examples
-        if algorithm == "loop"
-        else images * work.groups
-        if algorithm == "unfold"
-        else 1,  # calls
+        {"loop": work.examples, "unfold": images * work.groups}.get(algorithm, 1),  # calls
         places * one,  # multiplications
         places * work.channels * work.kernel,  # the same of channels in whole blocks
         places * one * (work.ragged and algorithm in ("loop", "joint")),  # and of channels that fill none
         images * windows,  # numbers copied into windows
         images * windows * (windows > MANY),  # again, for images with many of them
         work.examples * one,  # numbers in rows
-        images
-        * work.groups
-        * (work.inputs * work.pixels + work.outputs * work.positions),  # numbers in x and g
+        given,  # numbers in x and g
     )
 
 

@@ -43,7 +43,7 @@ Rule = Callable[[int, dict[str, Any]], Any]
 
 def is_random(module: fx.GraphModule) -> bool:
     """Whether the graph draws random numbers, which each member has to draw for itself."""
-    return any(map(draws, module.graph.nodes))
+    return any(draws(n.target) for n in module.graph.nodes)
 
 
 def run_stacked(

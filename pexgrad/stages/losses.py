@@ -124,17 +124,17 @@ class Losses:
 
 def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sample: Call) -> Losses:
     """The way that the losses of a model's output are computed, from the output for a sample."""
-    by_example = Losses(loss, outputs, False, None)
+    by_example = Losses(loss, outputs, batched=False, seen=None)
     tensors, y = [t.detach() for t in tensors], sample.y
     if any(outputs.copied) or sample.batch < 2 or by_example._of_torch(outputs.whole(tensors), y) is not None:
         return by_example
     if loss.takes_batches(outputs.copy(tensors), outputs.slices(tensors, sample.batch), y, sample.batch):
-        return Losses(loss, outputs, True, None)
+        return Losses(loss, outputs, batched=True, seen=None)
     if outputs.plain():
         for change in (varied, shrunk):
             seen = _reduces(loss, outputs, change(tensors), sample)
             if seen is not None:
-                return Losses(loss, outputs, False, seen or None)
+                return Losses(loss, outputs, batched=False, seen=seen or None)
     return by_example
 
 

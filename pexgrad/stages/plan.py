@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
-from ..base.nodes import batch_dims, fold_factor_of, nodes_in, value, where
+from ..base.nodes import batch_dims, draws, fold_factor_of, nodes_in, value, where
 from ..errors import ANY_MODEL, MixedExamplesError, TraceError
 from ..rules.registry import Rule, find_rule
 from .sites import Operand, Site
@@ -46,17 +44,16 @@ def _rule(site: Site, operand: Operand, symbol: Any) -> Rule | None:
     rule = find_rule(site.node.target, operand.name)
     if rule is not None and _fits(rule, site, symbol):
         return rule
-    if _draws(site):
+    if _draws_anew(site):
         raise TraceError(
             f"{where(site.node)} draws random numbers and takes parameters {_params(site)}; {ANY_MODEL}"
         )
     return None
 
 
-def _draws(site: Site) -> bool:
-    """Whether the operation draws random numbers, so that replaying it would draw others."""
-    target = site.node.target
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+def _draws_anew(site: Site) -> bool:
+    """Whether the operation draws random numbers at these settings, so that replaying it would draw others."""
+    if not draws(site.node.target):
         return False
     chances = [site.arguments[k] for k in ("dropout_p", "dropout", "p") if k in site.arguments]
     training = [site.arguments[k] for k in ("training", "train") if k in site.arguments]

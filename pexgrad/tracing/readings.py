@@ -117,7 +117,7 @@ class Reader:
                 f"the model's Python code reads a number from {what} (at {where}); control flow that depends on such data has no "
                 f"graph: use torch.where or a mask, or {ANY_MODEL}"
             )
-        if any(map(draws, nodes)):
+        if any(draws(n.target) for n in nodes):
             raise TraceError(
                 f"the model's Python code reads a random number from a tensor (at {where}), which a graph would keep "
                 f"for ever: choose with torch.where, or {ANY_MODEL}"
