@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sa
 
     They are compared at the sample's parameters, or at those of the call itself.
     """
-    trace, half = pipeline.trace, pipeline.trace.rounds_to_half()
+    trace = pipeline.trace
     two = sample.examples(0, 2) if trace.serves(2) else sample
     if not trace.follows(two.at(call.params)):  # the second was made up from the first, the user's own
         two = sample.examples(0, 1)
@@ -37,12 +39,8 @@ def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sa
             at = two.at(call.params).at_leaves()
             want = naive(model, loss, at)
         _refuse_comparing(model, loss, at, want)
-        got = pipeline.jacobian(at, Options())
-        if _difference(got, want, half) is None:
-            return
-        # what is zero but for rounding (a sum of normalised values, say) differs by all there is of it
-        wrong = _difference(got, want, half, naive(model, loss, _rounded_otherwise(at)))
-        if wrong is not None and not (wrong[0] and _copies_agree(got.rows(), pipeline, model, at)):
+        wrong = _wrong(pipeline, model, loss, at, want)
+        if wrong is not None and not _agrees_elsewhere(pipeline, model, loss, at, wrong[1]):
             raise VerificationError(_message(*wrong))
 
 
@@ -62,6 +60,41 @@ def _refuse_comparing(model: Bound, loss: ExampleLosses, at: Call, want: Jacobia
             "(a contrastive loss, say), so that there is no gradient of one example's own loss. Give each example in x what it "
             "is compared with; where rows of zeros are what you want, pass verify=False"
         )
+
+
+# Rounding may decide on a branch, such as that of a unit which is zero but for rounding: with that the gradient of a layer
+# changes by the share that this unit has in it. Seen in 2 of 100 ResNet-18 on images of 32 x 32, with 0.01 to 0.05. At
+# parameters that are a little different it is another point, while a trace that is wrong is so there too.
+_BRANCHES, _NEARBY = 0.3, (0.01, 0.02)
+
+
+def nearby(at: Call, error: float) -> Iterator[Call]:
+    """Points to look at again, where results differ at one point by an error that a branch may account for."""
+    if error <= _BRANCHES:
+        yield from (_moved(at, part) for part in _NEARBY)
+
+
+def _wrong(
+    pipeline: Pipeline, model: Bound, loss: ExampleLosses, at: Call, want: Jacobian
+) -> tuple[str, float] | None:
+    """The parameter whose rows differ the most from the definition's, and by how much; "" for the losses."""
+    got, half = pipeline.jacobian(at, Options()), pipeline.trace.rounds_to_half()
+    if _difference(got, want, half) is None:
+        return None
+    # what is zero but for rounding (a sum of normalised values, say) differs by all there is of it
+    wrong = _difference(got, want, half, naive(model, loss, _moved(at)))
+    excused = wrong is not None and wrong[0] and _copies_agree(got.rows(), pipeline, model, at)
+    return None if excused else wrong
+
+
+def _agrees_elsewhere(pipeline: Pipeline, model: Bound, loss: ExampleLosses, at: Call, error: float) -> bool:
+    """Whether a difference is that of a few branches, on which rounding decided at this very point."""
+    for near in nearby(at, error):
+        if pipeline.trace.follows(near):
+            want = naive(model, loss, near)
+            if _finite(want.rows()) and _wrong(pipeline, model, loss, near, want) is None:
+                return True
+    return False
 
 
 def _difference(
@@ -99,13 +132,13 @@ def _what(found: Mixing) -> str:
     return f"{where(found.node)}, which looks at all examples of the batch at once"
 
 
-def _rounded_otherwise(at: Call) -> Call:
-    """The same at parameters that differ by a rounding or two of each element."""
+def _moved(at: Call, part: float = 0.0) -> Call:
+    """The same with every element of the parameters changed by a part of it, up or down: by two roundings at least."""
 
     def moved(p: Tensor) -> Tensor:
         signs = torch.ones(p.numel(), device=p.device)
         signs[::2] = -1
-        step = 2 * torch.finfo(p.dtype).eps * signs.reshape(p.shape)
+        step = max(part, 2 * torch.finfo(p.dtype).eps) * signs.reshape(p.shape)
         return (p.detach() * (1 + step.to(p.dtype))).requires_grad_(p.requires_grad)
 
     return at.at({k: moved(p) if p.requires_grad else p for k, p in at.params.items()})

@@ -104,6 +104,10 @@ class Factor(ABC):
             return self
         return replace(self.mapped(accumulable), dtype=torch.float32)  # pyright: ignore[reportArgumentType]
 
+    def balanced(self) -> Self:
+        """The same rows, from tensors whose squares are in range wherever those of the rows are."""
+        return self
+
     def add_to(self, rows: Tensor) -> None:
         """Add rows to those given, (b, *shape)."""
         for s, g in self.pieces():

@@ -5,7 +5,7 @@ Where several positions t of one example were folded into the batch, the rows of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -16,6 +16,7 @@ from ..base.numerics import accumulable, channels_last, dots, gather, into, may_
 from ..errors import InputError
 from . import choice
 from ._base import BLOCK_BYTES, PIECE_BYTES, Factor
+from .balance import balance
 from .convolving import Geometry, convolve, grouped, joint, lower, unfold, weight_gradient, window_gram
 from .norm_cost import GRAM, NormCost, of_convolution
 from .outer import Outer
@@ -101,6 +102,11 @@ class Conv(Factor):
             kernel=prod(self.geometry.kernel), positions=prod(self.g.shape[3:]), pixels=prod(self.x.shape[3:]),
         )  # fmt: skip
 
+    def balanced(self) -> Conv:
+        groups = (self.geometry.groups, -1)
+        g, x = balance(self.g.unflatten(2, groups), self.x.unflatten(2, groups))
+        return replace(self, g=g.flatten(2, 3), x=x.flatten(2, 3))
+
     def norm_cost(self) -> NormCost:
         groups = self.geometry.groups
         return of_convolution(
@@ -109,7 +115,10 @@ class Conv(Factor):
         )  # fmt: skip
 
     def sq_norms(self) -> Tensor:
-        return super().sq_norms() if self.norm_cost().way != GRAM else self.inner(self)
+        if self.norm_cost().way != GRAM:
+            return super().sq_norms()
+        own = self.balanced()
+        return own.inner(own)
 
     def _inner(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Conv) or other.geometry != self.geometry:

@@ -5,7 +5,7 @@ G[b, h, o, i] = sum_t g[b, t, h, o] x[b, t, h, i]        reshaped to the operand
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..base.numerics import accumulable, gather, into, real, square, weighted_pair
 from ._base import BLOCK_BYTES, Factor
+from .balance import balance
 from .norm_cost import PRODUCT, ROWS, NormCost, of_outer
 
 
@@ -39,6 +40,10 @@ class Outer(Factor):
     def algorithm(self) -> str:
         return "outer product" if self.g.shape[1] == 1 else "batched matrix product"
 
+    def balanced(self) -> Outer:
+        g, x = balance(self.g, self.x)
+        return replace(self, g=g, x=x)
+
     def norm_cost(self) -> NormCost:
         return of_outer(self.g.shape[1], self.g.shape[3], self.x.shape[3])
 
@@ -46,10 +51,11 @@ class Outer(Factor):
         how = self.norm_cost().way
         if how == ROWS:
             return super().sq_norms()
+        own = self.balanced()
         if how == PRODUCT:
-            norms = square(accumulable(self.g)).sum(-1) * square(accumulable(self.x)).sum(-1)
+            norms = square(accumulable(own.g)).sum(-1) * square(accumulable(own.x)).sum(-1)
             return norms.flatten(1).sum(1)
-        return self.inner(self)
+        return own.inner(own)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         g, x = weighted_pair(self.g, self.x, weights)
@@ -60,7 +66,8 @@ class Outer(Factor):
     def sum_squares(self) -> Tensor:
         if self.g.shape[1] != 1:
             return super().sum_squares()
-        g, x = square(accumulable(self.g[:, 0])), square(accumulable(self.x[:, 0]))
+        own = self.balanced()
+        g, x = square(accumulable(own.g[:, 0])), square(accumulable(own.x[:, 0]))
         return torch.einsum("bho,bhi->hoi", g, x).reshape(self.shape)
 
     def dot(self, v: Tensor) -> Tensor:

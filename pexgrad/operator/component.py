@@ -137,7 +137,7 @@ class Component:
                 tangent = term.window.of(v[term.window.param], self.leaves[term.window.param])
             else:
                 tangent = jvp(term.value, self.leaves, term.params, v, self.create_graph)
-            parts.append(term.factor.dot(tangent))
+            parts.append(term.factor.balanced().dot(tangent))
         return torch.stack(parts).sum(0) if parts else self.terms[0].value.new_zeros(self.batch).real
 
     # --- squares and inner products -----------------------------------------------------------------
@@ -163,7 +163,7 @@ class Component:
         parts = []
         for same in windows.values():
             parts += [f.sq_norms() for f in same]
-            parts += [2 * f.inner(g) for f, g in combinations(same, 2)]
+            parts += [2 * f.balanced().inner(g.balanced()) for f, g in combinations(same, 2)]
         return {name: parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)}
 
     def _sq_norms_by_rows(self) -> dict[str, Tensor]:
@@ -196,7 +196,8 @@ class Component:
         mine, theirs = self.windows(), other.windows()
         if mine is None or theirs is None or not self._matches(other, mine, theirs):
             return self._gram_by_rows(other)
-        parts = [f.gram(g) for w in mine for f in mine[w] for g in theirs.get(w, [])]
+        pairs = [(f, g) for w in mine for f in mine[w] for g in theirs.get(w, [])]
+        parts = [f.balanced().gram(g.balanced()) for f, g in pairs]
         shape = (self.batch, other.batch)
         return torch.stack(parts).sum(0) if parts else self.terms[0].value.new_zeros(shape).real
 

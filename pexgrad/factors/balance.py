@@ -1,0 +1,63 @@
+"""Both sides of a product brought to like size, so that squares of them stay in range where those of the product do.
+
+The norm of g (x) x is |g| |x|, and inner products of sums of such products are sums of <g, g'> <x, x'>. With x near 1e10 and
+g near 1e-25, |g|^2 is 0 in float32 and the norm with it, though it is 1e-15; with x near 1e20 and g = 0 it is 0 inf. For any
+m, (m g) (x) (x / m) is the same product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..base.fakes import is_recorded
+from ..base.numerics import accumulable, square
+
+
+def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """g (b, t, h, ...) and x (b, t, h, ...), or what has the same products for each b, t and h and is no longer out of range."""
+    # whose squares, in float32, are in range
+    if g.dtype == torch.float16 or 0 in (*g.shape[3:], *x.shape[3:]):
+        return g, x
+    if _may_look(g) and _in_range(g) and _in_range(x):
+        return g, x
+    g, x = accumulable(g), accumulable(x)
+    # a constant to autograd, as the products do not depend on it
+    m = (_root(x) / _root(g)).detach()
+    return g * _fit(m, g), x / _fit(m, x)
+
+
+def _may_look(g: Tensor) -> bool:
+    """Whether numbers are there to decide by, and looking at them takes no synchronisation."""
+    return g.device.type == "cpu" and not is_recorded(g)
+
+
+def _in_range(v: Tensor) -> bool:
+    """Whether the squares of v (b, t, h, ...) and their sums lose nothing; exact zeros have nothing to lose."""
+    sizes = _sizes(v.detach())
+    if not sizes.numel():
+        return True
+    # their squares, and those of numbers a hundred times smaller, are normal numbers
+    limit = torch.finfo(sizes.dtype).max ** 0.43
+    least, most = (n.item() for n in sizes.aminmax())
+    return most < limit and (least > 1 / limit or not v[sizes <= 1 / limit].any())
+
+
+def _sizes(v: Tensor) -> Tensor:
+    """(b, t, h): the norms of v (b, t, h, ...)."""
+    dims = tuple(range(3, v.dim()))
+    if all(v.stride(i) != 1 for i in dims):  # the norm of what lies apart in memory takes five times as long
+        return square(accumulable(v)).sum(dims).sqrt()
+    return torch.linalg.vector_norm(v, dim=dims, dtype=accumulable(v[:0]).dtype)
+
+
+def _root(v: Tensor) -> Tensor:
+    """(b, t, h): the square root of the largest number, of which quotients and their reciprocals are in range."""
+    largest = v.abs().amax(tuple(range(3, v.dim())))
+    limits = torch.finfo(v.dtype)
+    return largest.clamp(8 * limits.tiny, limits.max).sqrt()
+
+
+def _fit(m: Tensor, v: Tensor) -> Tensor:
+    """m (b, t, h) with as many dimensions as v."""
+    return m.reshape(*m.shape, *[1] * (v.dim() - 3))

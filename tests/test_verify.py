@@ -1,0 +1,89 @@
+"""The check of a new trace against the definition: what it refuses, and what it knows to be rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn as nn
+from cases.case import labels
+
+import pexgrad
+from pexgrad.definition import verify
+from pexgrad.factors import Rows
+from pexgrad.flat import lower
+
+NAME = "0.weight"
+
+
+def small():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    return model, dict(model.named_parameters()), torch.randn(4, 6), labels(4, 3)
+
+
+def definition_with(monkeypatch, part, points):
+    """Let the definition differ by a part of one gradient at the first points that it is asked for."""
+    asked = []
+
+    def naive(model, loss, at):
+        found = real(model, loss, at)
+        key = [p.detach().clone() for p in at.params.values()]
+        if not any(all(map(_near, key, other)) for other in asked):
+            asked.append(key)
+        if len(asked) <= points:
+            terms = [
+                replace(t, factor=Rows(t.factor.rows() * (1 + part))) if NAME in t.params else t
+                for t in found.terms
+            ]
+            found = replace(found, terms=terms)
+        return found
+
+    real = verify.naive
+    monkeypatch.setattr(verify, "naive", naive)
+    return asked
+
+
+def _near(p, other):
+    """The same but for a rounding or two."""
+    return torch.allclose(p, other, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("points", [1, 2])
+def test_a_branch_on_which_rounding_decides_at_one_point(monkeypatch, points):
+    model, params, x, y = small()
+    asked = definition_with(monkeypatch, 0.05, points)
+    rows = pexgrad.per_example_grad(model)(params, x, y)
+    assert len(asked) == points + 1 and all(r.isfinite().all() for r in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("part", "points", "looked"), [(0.05, 9, 3), (0.006, 9, 3), (0.5, 1, 1), (-1.0, 1, 1)]
+)
+def test_what_is_wrong_everywhere_or_by_much_is_refused(monkeypatch, part, points, looked):
+    model, params, x, y = small()
+    asked = definition_with(monkeypatch, part, points)
+    with pytest.raises(pexgrad.VerificationError, match=f"the gradient of '{NAME}' differs"):
+        pexgrad.per_example_grad(model)(params, x, y)
+    assert len(asked) == looked
+
+
+@pytest.mark.parametrize(("part", "points", "refused"), [(0.05, 1, False), (0.05, 9, True), (0.5, 1, True)])
+def test_a_branch_in_the_flat_graph(monkeypatch, part, points, refused):
+    model, params, x, y = small()
+    fn, calls = pexgrad.per_example_grad(model), []
+
+    def run(lowered, flat):
+        calls.append(None)
+        results = real(lowered, flat)
+        return {k: r * (1 + part) for k, r in results.items()} if len(calls) <= points else results
+
+    real = lower.Lowered.run
+    monkeypatch.setattr(lower.Lowered, "run", run)
+    if refused:
+        with pytest.raises(pexgrad.VerificationError, match="the flat graph of this call differs"):
+            fn.lower(params, x, y)
+    else:
+        fn.lower(params, x, y)
+    assert len(calls) == (3 if points > 1 else 1 if refused else 2)
