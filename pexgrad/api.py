@@ -50,7 +50,7 @@ def per_example_grad(
     Raises:
         PexgradError: where the arguments do not fit, the examples mix, or the model cannot be traced.
     """
-    return PerExampleGrad(model, loss, Options(**options))
+    return PerExampleGrad(model, loss, Options.of(options))
 
 
 def per_example_value_and_grad(
@@ -64,7 +64,7 @@ def per_example_value_and_grad(
 
     Arguments, `out` and errors are those of `per_example_grad`.
     """
-    return PerExampleValueAndGrad(model, loss, Options(**options))
+    return PerExampleValueAndGrad(model, loss, Options.of(options))
 
 
 def per_example_grad_norm(
@@ -87,7 +87,7 @@ def per_example_grad_norm(
     Raises:
         PexgradError: as for `per_example_grad`.
     """
-    return PerExampleGradNorm(model, loss, Options(**options), per_param)
+    return PerExampleGradNorm(model, loss, Options.of(options), per_param)
 
 
 def per_example_jacobian(
@@ -110,7 +110,7 @@ def per_example_jacobian(
     Raises:
         PexgradError: as for `per_example_grad`.
     """
-    return PerExampleJacobian(model, loss, Options(**options))
+    return PerExampleJacobian(model, loss, Options.of(options))
 
 
 def clipped_grad(
@@ -147,4 +147,4 @@ def clipped_grad(
     Raises:
         PexgradError: as for `per_example_grad`, and where `max_norm` or `clip` does not fit.
     """
-    return ClippedGrad(model, loss, Options(**options), Clipping(max_norm, clip))
+    return ClippedGrad(model, loss, Options.of(options), Clipping(max_norm, clip))

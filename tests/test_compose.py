@@ -478,6 +478,31 @@ def test_one_name_for_two_parameters_is_refused():
         )
 
 
+def numbered_net(p, x):
+    return torch.tanh(x @ p[0] + p[1]) @ p[2]
+
+
+def test_parameters_by_number():
+    flat, x, y = flat_params(), torch.randn(5, 4), torch.arange(5) % 3
+    params, v = dict(enumerate(flat.values())), dict(enumerate(torch.randn_like(p) for p in flat.values()))
+
+    def named(results):
+        return {k: results[i] for i, k in enumerate(flat)}
+
+    fn, want = pexgrad.per_example_grad(numbered_net), pexgrad.per_example_grad(flat_net)(flat, x, y)
+    rows = fn(params, x, y)
+    assert list(rows) == [0, 1, 2]
+    assert_same(named(rows), want)
+    assert_same(named(fn(params, x, y, out=rows)), want)
+    jacobian = pexgrad.per_example_jacobian(numbered_net)(params, x, y)
+    torch.testing.assert_close(jacobian @ v, pexgrad.rows.dot(want, named(v)))
+    bounds = {0: 0.1, 1: 0.2, 2: 0.3}
+    clipped = pexgrad.clipped_grad(numbered_net, max_norm=bounds)(params, x, y)
+    assert_same(
+        named(clipped.grads), pexgrad.clipped_grad(flat_net, max_norm=named(bounds))(flat, x, y).grads
+    )
+
+
 def test_vmap_over_nested_parameters():
     flat, x, y = flat_params(), torch.randn(5, 4), torch.arange(5) % 3
     fn = pexgrad.per_example_grad(nested_net)

@@ -166,6 +166,7 @@ def test_max_norm_has_its_value_in_the_message(bad):
         ("chunk_size", 0, r"(?s)chunk_size.*0"),
         ("chunk_size", -3, r"(?s)chunk_size.*-3"),
         ("chunk_size", 2.5, r"(?s)chunk_size.*2\.5"),
+        ("chunksize", 4, r"no option 'chunksize'.* chunk_size"),
     ],
 )
 def test_options(transform, option, bad, say):

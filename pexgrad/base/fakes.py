@@ -5,11 +5,15 @@ What both recordings of a graph share: that of the model (`trace.py`) and that o
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import logging
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -80,3 +84,15 @@ def fake_batch(mode: FakeTensorMode, t: Tensor, batch: int = HINT, *, fixed: boo
     like = torch.empty_like(like, device=t.device)
     dynamic = [DimDynamic.STATIC if fixed else DimDynamic.DUCK] + [DimDynamic.STATIC] * (t.dim() - 1)
     return mode.from_tensor(like, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))
+
+
+def symbolic_len() -> AbstractContextManager[Any]:
+    """`len(x)` of a traced tensor is its symbolic size: C's `len` would fix the batch size in the graph."""
+    plain_len = builtins.len
+
+    def length(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
+            return value.shape[0]
+        return plain_len(value)
+
+    return mock.patch.object(builtins, "len", length)

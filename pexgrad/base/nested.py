@@ -1,6 +1,7 @@
 """Parameters as nested dicts, as functions in the JAX style take them: flat inside, nested outside.
 
 {"layer": {"w": w, "b": b}}    <->    {"layer.w": w, "layer.b": b}
+{0: {"w": w}, 1: {"w": v}}     <->    {"0.w": w, "1.w": v}
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ Structure = tuple[tuple[str, ...], ...]  # the path to each tensor, in order
 
 
 def is_nested(params: Any) -> bool:
-    """Whether a dict holds dicts."""
-    return isinstance(params, Mapping) and any(isinstance(v, Mapping) for v in params.values())
+    """Whether a dict holds dicts, or has keys other than strings: whether `flatten` would change it."""
+    return isinstance(params, Mapping) and any(
+        isinstance(v, Mapping) or not isinstance(k, str) for k, v in params.items()
+    )
 
 
 def structure(params: Mapping[str, Any]) -> Structure:
@@ -25,7 +28,7 @@ def structure(params: Mapping[str, Any]) -> Structure:
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise InputError(
-            f"params holds two entries for {', '.join(map(repr, twice))}: one nested, one with a dot in its name"
+            f"params holds two entries for {', '.join(map(repr, twice))}: as a path of keys joined by dots, and once more"
         )
     return paths
 

@@ -22,8 +22,9 @@ def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     if _may_look(g) and _in_range(g) and _in_range(x):
         return g, x
     g, x = accumulable(g), accumulable(x)
-    # a constant to autograd, as the products do not depend on it
+    # a constant to autograd, as the products do not depend on it; a power of two, by which nothing is rounded
     m = (_root(x) / _root(g)).detach()
+    m = m / torch.frexp(m).mantissa
     return g * _fit(m, g), x / _fit(m, x)
 
 

@@ -54,6 +54,16 @@ class Options:
     verify: bool = True
     conv_rule: str = "auto"
 
+    @classmethod
+    def of(cls, given: OptionArguments) -> Options:
+        """From keyword arguments."""
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                raise InputError(
+                    f"there is no option {name!r}; every transform takes {', '.join(cls.__dataclass_fields__)}"
+                )
+        return cls(**given)
+
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise InputError(f"strategy={self.strategy!r} is not one of {', '.join(map(repr, STRATEGIES))}")

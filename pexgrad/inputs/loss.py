@@ -7,6 +7,7 @@ the losses of torch.nn and torch.nn.functional given directly, whose reduction i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from ..base import trees
 from ..base.compare import largest_error
+from ..base.modes import validated
 from ..errors import LossError, MixedExamplesError
-from .reductions import NotPerExample, OverExamples
+from .reductions import NotPerExample, OverExamples, Sizes
 
 Loss = Callable[[Any, Any], Tensor]
 Slices = Callable[[int], Any]  # b -> the output of example b as a batch of one
@@ -82,29 +84,36 @@ def _names_of_settings(module_type: type[nn.Module]) -> list[str]:
     return [k for k in given if hasattr(held, k) and k not in ("input", "target")]
 
 
-def _reduction(settings: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+def _reduction(function: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """The reduction and the other settings; None where deprecated settings decide it, or there is no such reduction."""
     rest = dict(settings)
     if rest.pop("size_average", None) is not None or rest.pop("reduce", None) is not None:
         return None
     how = rest.pop("reduction", "mean")
-    return (how, rest) if how in ("mean", "sum", "none") else None
+    known = (
+        "mean",
+        "sum",
+        "none",
+        *(["batchmean"] if function is F.kl_div else []),
+    )  # of a batch of one, a sum
+    return (how, rest) if how in known else None
 
 
 def _elementwise(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Tensor | None:
-    reduction = _reduction(settings)
+    reduction = _reduction(function, settings)
     if reduction is None or not isinstance(output, Tensor) or not isinstance(y, Tensor):
         return None
     how, rest = reduction
-    # a weight, or a target of another shape, is broadcast: against a batch, perhaps along the batch
-    if output.shape != y.shape or rest.get("weight") is not None or rest.get("pos_weight") is not None:
+    # a target of another shape is broadcast: against a batch, perhaps along the batch; and so may a weight be
+    weights = (rest.get("weight"), rest.get("pos_weight"))
+    if output.shape != y.shape or any(w is not None and w.dim() >= output.dim() for w in weights):
         return None
     each = function(output, y, reduction="none", **rest).reshape(output.shape[0], -1)
     return each.mean(1) if how == "mean" else each.sum(1)
 
 
 def _classes(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Tensor | None:
-    reduction = _reduction(settings)
+    reduction = _reduction(function, settings)
     if reduction is None or not isinstance(output, Tensor) or not isinstance(y, Tensor) or output.dim() < 2:
         return None
     how, rest = reduction
@@ -156,8 +165,10 @@ class ExampleLosses:
         self.refuse_mixing(together, slices, y, batch)
         return True
 
-    def reduces(self, output: Any, slices: Slices, y: Any, batch: int) -> list[Any] | Literal[False] | None:
-        """The steps by which reductions give each example its own number; False where they do not.
+    def reduces(
+        self, output: Any, slices: Slices, y: Any, batch: int, sizes: Sizes
+    ) -> list[list[Any]] | Literal[False] | None:
+        """The steps by which reductions give each example its own number, with and without checks; False where they do not.
 
         None where the loss takes no such output, or tells no examples apart by it.
         """
@@ -169,18 +180,24 @@ class ExampleLosses:
         if len(numbers) < 2 or bool((numbers - numbers[0]).abs().max() <= 1e-4 * numbers.abs().max()):
             return None
         try:
-            together, steps = self.of_reductions(output, y, batch)
+            together, steps = self.of_reductions(output, y, batch, sizes)
         except Exception:  # noqa: BLE001 - whatever it is, the definition does without
             return False
-        return steps if largest_error({"": together.detach()}, {"": alone}) is None else False
+        if largest_error({"": together.detach()}, {"": alone}) is not None:
+            return False
+        with contextlib.suppress(Exception), validated():  # as it will be called
+            return [steps, self.of_reductions(output, y, batch, sizes)[1]]
+        return [steps]
 
-    def of_reductions(self, output: Any, y: Any, batch: Any) -> tuple[Tensor, list[Any]]:
+    def of_reductions(self, output: Any, y: Any, batch: Any, sizes: Sizes) -> tuple[Tensor, list[Any]]:
         """(b,): a loss that gives one number, its reductions taken for each example; and the functions that it called.
+
+        Sizes of the batch in its arithmetic are noted in `sizes` where the batch is symbolic, and known from there elsewhere.
 
         Raises:
             NotPerExample: where the loss does anything else.
         """
-        mode = OverExamples(batch, trees.tensors((output, y)), _PER_EXAMPLE)
+        mode = OverExamples(batch, trees.tensors((output, y)), _PER_EXAMPLE, sizes)
         with mode:
             value = self.loss(output, y)
         if not mode.are_numbers(value) or not value.is_floating_point():

@@ -38,7 +38,7 @@ class Clipping:
             if self.how != "flat":
                 raise InputError(f"max_norm by group and clip={self.how!r} exclude one another")
             # a copy: the sensitivity that was accounted for stays what it is, whatever becomes of the user's dict
-            bounds = {p: positive(bound, f"max_norm[{p!r}]") for p, bound in self.max_norm.items()}
+            bounds = {str(p): positive(bound, f"max_norm[{p!r}]") for p, bound in self.max_norm.items()}
             object.__setattr__(self, "max_norm", bounds)
         elif callable(self.how):
             if self.max_norm is not None:

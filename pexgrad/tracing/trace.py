@@ -6,7 +6,6 @@ model's output. Nothing of the user's module changes: the code of a structural c
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,16 @@ from torch.utils import _pytree as pytree
 
 from ..base import trees
 from ..base.compare import is_half
-from ..base.fakes import HINT, TRACING, computes_metadata, fake, fake_batch, quiet, symbolic_mode
+from ..base.fakes import (
+    HINT,
+    TRACING,
+    computes_metadata,
+    fake,
+    fake_batch,
+    quiet,
+    symbolic_len,
+    symbolic_mode,
+)
 from ..base.source import calling_line, is_library
 from ..errors import ANY_MODEL, PexgradError, TraceError, first_line
 from ..inputs.call import Call
@@ -226,7 +234,7 @@ def _tracing(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
         quiet(),
         answering(reader, running),
         torch.backends.opt_einsum.flags(enabled=False),  # its search for a path fixes every size
-        mock.patch.object(builtins, "len", _traced_len(builtins.len)),
+        symbolic_len(),
         mock.patch.object(nn.Module, "_apply", _apply),
         mock.patch.object(nn.TransformerEncoder, "forward", _without_nesting(nn.TransformerEncoder.forward)),
         noting_numbers(reader.numbers),
@@ -263,17 +271,6 @@ def _noting_branches(
         return answer
 
     return noted
-
-
-def _traced_len(plain_len: Callable[[Any], int]) -> Callable[[Any], Any]:
-    """`len(x)` of a traced tensor is its symbolic size: C's `len` would fix the batch size in the graph."""
-
-    def length(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
-            return value.shape[0]
-        return plain_len(value)
-
-    return length
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
