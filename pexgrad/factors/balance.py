@@ -23,7 +23,10 @@ def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return g, x
     g, x = accumulable(g), accumulable(x)
     # a constant to autograd, as the products do not depend on it; a power of two, by which nothing is rounded
-    m = (_root(x) / _root(g)).detach()
+    roots = torch.stack(
+        [_largest(x), _largest(g)]
+    ).sqrt()  # whose quotients, and their reciprocals, are in range
+    m = (roots[0] / roots[1]).detach()
     m = m / torch.frexp(m).mantissa
     return g * _fit(m, g), x / _fit(m, x)
 
@@ -52,11 +55,10 @@ def _sizes(v: Tensor) -> Tensor:
     return torch.linalg.vector_norm(v, dim=dims, dtype=accumulable(v[:0]).dtype)
 
 
-def _root(v: Tensor) -> Tensor:
-    """(b, t, h): the square root of the largest number, of which quotients and their reciprocals are in range."""
-    largest = v.abs().amax(tuple(range(3, v.dim())))
+def _largest(v: Tensor) -> Tensor:
+    """(b, t, h): the modulus of the largest number of v (b, t, h, ...), or the next that is no zero and finite."""
     limits = torch.finfo(v.dtype)
-    return largest.clamp(8 * limits.tiny, limits.max).sqrt()
+    return v.abs().amax(tuple(range(3, v.dim()))).clamp(8 * limits.tiny, limits.max)
 
 
 def _fit(m: Tensor, v: Tensor) -> Tensor:
