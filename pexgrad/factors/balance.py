@@ -23,9 +23,7 @@ def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return g, x
     g, x = accumulable(g), accumulable(x)
     # a constant to autograd, as the products do not depend on it; a power of two, by which nothing is rounded
-    roots = torch.stack(
-        [_largest(x), _largest(g)]
-    ).sqrt()  # whose quotients, and their reciprocals, are in range
+    roots = torch.stack([_largest(x), _largest(g)]).sqrt()  # quotients of roots are in range
     m = (roots[0] / roots[1]).detach()
     m = m / torch.frexp(m).mantissa
     return g * _fit(m, g), x / _fit(m, x)

@@ -90,13 +90,9 @@ def _reduction(function: Any, settings: dict[str, Any]) -> tuple[str, dict[str, 
     if rest.pop("size_average", None) is not None or rest.pop("reduce", None) is not None:
         return None
     how = rest.pop("reduction", "mean")
-    known = (
-        "mean",
-        "sum",
-        "none",
-        *(["batchmean"] if function is F.kl_div else []),
-    )  # of a batch of one, a sum
-    return (how, rest) if how in known else None
+    if how == "batchmean" and function is F.kl_div:
+        how = "sum"  # over the one example
+    return (how, rest) if how in ("mean", "sum", "none") else None
 
 
 def _elementwise(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Tensor | None:

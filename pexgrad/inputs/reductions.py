@@ -44,6 +44,8 @@ _REDUCTIONS = {f: n for n in ("mean", "sum", "prod", "std", "var", "norm", "amax
 _REDUCTIONS |= dict.fromkeys(_every("max"), "amax") | dict.fromkeys(_every("min"), "amin")
 _REDUCTIONS |= dict.fromkeys((torch.linalg.norm, torch.linalg.vector_norm), "norm")
 _ALONG_A_DIMENSION = _every("mean", "sum", "prod", "amax", "amin")
+# with which torch's own code calls the functions of a tensor
+_DEFAULTS = (("p", "fro"), ("p", None), ("ord", None), ("dim", None), ("keepdim", False), ("dtype", None))
 # losses of several tensors, whose mean is that of what they give without a reduction
 _OF_MANY = frozenset({
     F.cosine_embedding_loss, F.margin_ranking_loss, F.multi_margin_loss, F.multilabel_margin_loss,
@@ -130,7 +132,7 @@ class OverExamples(TorchFunctionMode):
         if func in _ALONG_A_DIMENSION and _is_whole(args, kwargs):
             args, kwargs = args[:1], {}
         if func in _REDUCTIONS and len(args) == 1:
-            given = {k: v for k, v in kwargs.items() if v is not None and v is not False and v != "fro"}
+            given = {k: v for k, v in kwargs.items() if (k, v) not in _DEFAULTS}
             if given.keys() <= {"p"}:  # of a norm
                 return getattr(self._apart(args[0]).flatten(1), _REDUCTIONS[func])(dim=1, **given)
         if func not in self._losses and func not in _OF_MANY:
