@@ -503,6 +503,11 @@ def test_parameters_by_number():
     )
 
 
+def test_two_bounds_for_one_number():
+    with pytest.raises(pexgrad.InputError, match="two bounds"):
+        pexgrad.clipped_grad(numbered_net, max_norm={0: 1.0, "0": 2.0})
+
+
 def test_vmap_over_nested_parameters():
     flat, x, y = flat_params(), torch.randn(5, 4), torch.arange(5) % 3
     fn = pexgrad.per_example_grad(nested_net)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -51,23 +50,9 @@ def without_autocast(device: str) -> Any:
     return torch.autocast(device, enabled=False)
 
 
-_validates = ContextVar("_validates", default=False)
-
-
-@contextlib.contextmanager
-def unvalidated() -> Iterator[None]:
+def unvalidated() -> AbstractContextManager[Any]:
     """Without the checks of `torch.distributions` that are on by default: they read numbers, of which a trace has none."""
-    token = _validates.set(torch.distributions.Distribution._validate_args)
-    try:
-        with mock.patch.object(torch.distributions.Distribution, "_validate_args", False):
-            yield
-    finally:
-        _validates.reset(token)
-
-
-def validated() -> AbstractContextManager[Any]:
-    """With the checks that `unvalidated` turns off, within it, for code that has numbers."""
-    return mock.patch.object(torch.distributions.Distribution, "_validate_args", _validates.get())
+    return mock.patch.object(torch.distributions.Distribution, "_validate_args", False)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ the losses of torch.nn and torch.nn.functional given directly, whose reduction i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 
 from ..base import trees
 from ..base.compare import largest_error
-from ..base.modes import validated
 from ..errors import LossError, MixedExamplesError
-from .reductions import NotPerExample, OverExamples, Sizes
+from .reductions import NotPerExample, OverExamples
 
 Loss = Callable[[Any, Any], Tensor]
 Slices = Callable[[int], Any]  # b -> the output of example b as a batch of one
@@ -161,10 +159,8 @@ class ExampleLosses:
         self.refuse_mixing(together, slices, y, batch)
         return True
 
-    def reduces(
-        self, output: Any, slices: Slices, y: Any, batch: int, sizes: Sizes
-    ) -> list[list[Any]] | Literal[False] | None:
-        """The steps by which reductions give each example its own number, with and without checks; False where they do not.
+    def reduces(self, output: Any, slices: Slices, y: Any, batch: int) -> list[Any] | Literal[False] | None:
+        """The steps by which reductions give each example its own number; False where they do not.
 
         None where the loss takes no such output, or tells no examples apart by it.
         """
@@ -176,24 +172,18 @@ class ExampleLosses:
         if len(numbers) < 2 or bool((numbers - numbers[0]).abs().max() <= 1e-4 * numbers.abs().max()):
             return None
         try:
-            together, steps = self.of_reductions(output, y, batch, sizes)
+            together, steps = self.of_reductions(output, y, batch)
         except Exception:  # noqa: BLE001 - whatever it is, the definition does without
             return False
-        if largest_error({"": together.detach()}, {"": alone}) is not None:
-            return False
-        with contextlib.suppress(Exception), validated():  # as it will be called
-            return [steps, self.of_reductions(output, y, batch, sizes)[1]]
-        return [steps]
+        return steps if largest_error({"": together.detach()}, {"": alone}) is None else False
 
-    def of_reductions(self, output: Any, y: Any, batch: Any, sizes: Sizes) -> tuple[Tensor, list[Any]]:
+    def of_reductions(self, output: Any, y: Any, batch: Any) -> tuple[Tensor, list[Any]]:
         """(b,): a loss that gives one number, its reductions taken for each example; and the functions that it called.
-
-        Sizes of the batch in its arithmetic are noted in `sizes` where the batch is symbolic, and known from there elsewhere.
 
         Raises:
             NotPerExample: where the loss does anything else.
         """
-        mode = OverExamples(batch, trees.tensors((output, y)), _PER_EXAMPLE, sizes)
+        mode = OverExamples(batch, trees.tensors((output, y)), _PER_EXAMPLE)
         with mode:
             value = self.loss(output, y)
         if not mode.are_numbers(value) or not value.is_floating_point():

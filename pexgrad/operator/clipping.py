@@ -39,6 +39,8 @@ class Clipping:
                 raise InputError(f"max_norm by group and clip={self.how!r} exclude one another")
             # a copy: the sensitivity that was accounted for stays what it is, whatever becomes of the user's dict
             bounds = {str(p): positive(bound, f"max_norm[{p!r}]") for p, bound in self.max_norm.items()}
+            if len(bounds) < len(self.max_norm):
+                raise InputError("max_norm has two bounds for one group: as a number and as its name")
             object.__setattr__(self, "max_norm", bounds)
         elif callable(self.how):
             if self.max_norm is not None:

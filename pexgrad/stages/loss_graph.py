@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..base import trees
-from ..base.fakes import TRACING, fake_batch, quiet, symbolic_len, symbolic_mode
+from ..base.fakes import TRACING, fake_batch, quiet, symbolic_mode
 from .mixing import Mixing, first_mixing
 
 # for which what the recording took for granted has to hold; of one example alone there is nothing to mix
@@ -40,7 +40,7 @@ def mixing_in(
             whole(flat[: len(tensors)]), trees.map_tensors(lambda _: next(left), y), flat[0].shape[0]
         )
 
-    with quiet(), TRACING, symbolic_len():
+    with quiet(), TRACING:
         record = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)
         graph = record(*fakes).graph
     every_size = all(bool(g.expr.subs(batch, n)) for g in env.guards for n in _SIZES)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.loss import ExampleLosses, Slices
-from ..inputs.reductions import NotPerExample, Sizes
+from ..inputs.reductions import NotPerExample
 from ..inputs.snapshot import Snapshot, snapshot
 from ..tracing.trace import Trace
 from .layout import Layout
@@ -62,8 +62,7 @@ class SeenLoss:
     """The code of a loss whose reductions were looked at, which may change between calls."""
 
     code: Snapshot
-    ways: list[list[Any]]  # the steps that it may go by
-    sizes: Sizes
+    steps: list[Any]
 
     def is_of(self, loss: ExampleLosses) -> bool:
         """Whether the loss is still made of the same."""
@@ -89,8 +88,8 @@ class Losses:
         if self.seen is not None and self.seen.is_of(self.loss):
             versions = [t._version for t in tensors]
             with contextlib.suppress(NotPerExample):
-                losses, steps = self.loss.of_reductions(output, y, batch, self.seen.sizes)
-                if steps in self.seen.ways:  # a coefficient may lead its code another way
+                losses, steps = self.loss.of_reductions(output, y, batch)
+                if steps == self.seen.steps:  # a coefficient may lead its code another way
                     return losses
             if versions != [t._version for t in tensors]:
                 raise LossError(
@@ -146,14 +145,12 @@ def _reduces(
 
     They are changed ones, in which no two numbers are alike: those of a model that has learned nothing yet tell nothing.
     """
-    y, batch, sizes = sample.y, sample.batch, Sizes()
+    y, batch = sample.y, sample.batch
+    steps = loss.reduces(outputs.copy(tensors), outputs.slices(tensors, batch), y, batch)
+    if not steps:
+        return None if steps is None else False
     try:
-        found = mixing_in(lambda *of: loss.of_reductions(*of, sizes=sizes)[0], outputs.whole, tensors, y)
+        found = mixing_in(lambda *of: loss.of_reductions(*of)[0], outputs.whole, tensors, y)
     except Exception:  # noqa: BLE001 - the loss may do what no graph can
         return False
-    if found is not None:
-        return False
-    ways = loss.reduces(outputs.copy(tensors), outputs.slices(tensors, batch), y, batch, sizes)
-    if not ways:
-        return None if ways is None else False
-    return SeenLoss(snapshot(loss.loss), ways, sizes)
+    return SeenLoss(snapshot(loss.loss), steps) if found is None else False
