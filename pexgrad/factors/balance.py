@@ -16,16 +16,15 @@ from ..base.numerics import accumulable, square
 
 def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """g (b, t, h, ...) and x (b, t, h, ...), or what has the same products for each b, t and h and is no longer out of range."""
-    # whose squares, in float32, are in range
+    # squares of half precision are in range in float32
     if g.dtype == torch.float16 or 0 in (*g.shape[3:], *x.shape[3:]):
         return g, x
     if _may_look(g) and _in_range(g) and _in_range(x):
         return g, x
     g, x = accumulable(g), accumulable(x)
-    # a constant to autograd, as the products do not depend on it; a power of two, by which nothing is rounded
-    roots = torch.stack([_largest(x), _largest(g)]).sqrt()  # quotients of roots are in range
-    m = (roots[0] / roots[1]).detach()
-    m = m / torch.frexp(m).mantissa
+    # a power of two, by which nothing is rounded; a constant to autograd, as the products do not depend on it
+    exponents = torch.stack([_largest(x), _largest(g)]).detach().log2()
+    m = ((exponents[0] - exponents[1]) / 2).floor().exp2()
     return g * _fit(m, g), x / _fit(m, x)
 
 
@@ -39,7 +38,7 @@ def _in_range(v: Tensor) -> bool:
     sizes = _sizes(v.detach())
     if not sizes.numel():
         return True
-    # their squares, and those of numbers a hundred times smaller, are normal numbers
+    # 2^55 in float32, of 2^128: their squares, and those of numbers a hundred times smaller, are normal numbers
     limit = torch.finfo(sizes.dtype).max ** 0.43
     least, most = (n.item() for n in sizes.aminmax())
     return most < limit and (least > 1 / limit or not v[sizes <= 1 / limit].any())
@@ -54,7 +53,7 @@ def _sizes(v: Tensor) -> Tensor:
 
 
 def _largest(v: Tensor) -> Tensor:
-    """(b, t, h): the modulus of the largest number of v (b, t, h, ...), or the next that is no zero and finite."""
+    """(b, t, h): the modulus of the largest number of v (b, t, h, ...), as a number that has a finite exponent."""
     limits = torch.finfo(v.dtype)
     return v.abs().amax(tuple(range(3, v.dim()))).clamp(8 * limits.tiny, limits.max)
 
