@@ -49,6 +49,15 @@ LOSSES = {
         lambda o, y: F.cross_entropy(o.expand(5, -1, -1).flatten(0, 1), y.t().flatten()), ids(5), False,
     ),
     "constant_added": (lambda o, y: F.mse_loss(o, y) + weight.sum(), numbers(4), True),
+    "a_maximum": (lambda o, y: o.max() - torch.min(o), ids(), True),
+    "equal_maxima": (lambda o, y: F.relu(o).max() + F.relu(o).min() + (o > 0).float().amax(), ids(), True),
+    "norms": (lambda o, y: o.norm() + torch.norm(o, p=1) + o.norm(3) + torch.linalg.norm(o), ids(), True),
+    "moments": (lambda o, y: o.std() + torch.var(o) + o.prod(), ids(), True),
+    "a_maximum_of_a_fold": (
+        lambda o, y: o[:, None].mul(1 + torch.arange(5)[:, None]).flatten(0, 1).max() + y.sum(), numbers(5), True,
+    ),
+    "by_place": (lambda o, y: -o.log_softmax(1)[torch.arange(len(y)), y].mean(), ids(), True),
+    "by_place_times_place": (lambda o, y: (o * torch.arange(1, len(y) + 1)[:, None]).mean(), ids(), False),
     "classes_weighted": (
         lambda o, y: F.binary_cross_entropy_with_logits(o, y.sigmoid(), pos_weight=weight), numbers(4), True,
     ),
@@ -60,11 +69,32 @@ LOSSES = {
             o.repeat_interleave(5, 0).log_softmax(1), y.flatten(0, 1).softmax(1), reduction="batchmean"
         ), numbers(5, 4), False,
     ),
+    "distribution": (
+        lambda o, y: -(torch.distributions.Categorical(logits=o).log_prob(y) * y).mean(), ids(), True,
+    ),
+    "entropy": (
+        lambda o, y: torch.distributions.Normal(o, 1 + y.square()).entropy().sum()
+        - torch.distributions.Normal(o, 1 + y.square()).log_prob(y).mean(), numbers(4), True,
+    ),
+    "margins": (lambda o, y: F.multi_margin_loss(o, y, margin=0.3), ids(), True),
+    "triplets": (lambda o, y: F.triplet_margin_loss(o, y, y.flip(1), reduction="sum"), numbers(4), True),
+    "gaussian": (lambda o, y: F.gaussian_nll_loss(o, y, o.square() + 1), numbers(4), False),
+    "along_what_is_left": (
+        lambda o, y: (o - y).square().sum(1).mean(0) + torch.sum(o[:, 0], dim=0) - o[:, 1].mean(dim=-1), numbers(4), True,
+    ),
     "a_number_asked_for_its_shape": (lambda o, y: F.mse_loss(o, y) * (1 + F.mse_loss(o, y).dim()), numbers(4), False),
     "a_number_in_its_dtype": (lambda o, y: F.mse_loss(o, y) * (1 + F.mse_loss(o, y).dtype.itemsize), numbers(4), True),
-    "a_maximum": (lambda o, y: o.max(), ids(), False),
-    "a_norm": (lambda o, y: o.norm(), ids(), False),
-    "by_the_batch": (lambda o, y: F.mse_loss(o, y, reduction="sum") / len(o), numbers(4), False),
+    "without_correction": (lambda o, y: o.std(unbiased=False) + o.var(correction=0), ids(), False),
+    "a_median": (lambda o, y: o.median(), ids(), False),
+    "by_the_batch": (lambda o, y: F.mse_loss(o, y, reduction="sum") / len(o), numbers(4), True),
+    "by_all_numbers": (lambda o, y: (o - y).abs().sum() / o.numel() + o.mean() ** y.shape[0], numbers(4), True),
+    "by_the_size_of_a_fold": (
+        lambda o, y: F.cross_entropy(o.repeat_interleave(5, 0), y.flatten(), reduction="sum") / y.numel() + y.size(0),
+        ids(5), True,
+    ),
+    "by_a_part_of_the_size": (lambda o, y: (o - y).abs().sum() * (3 / o.numel()), numbers(4), False),
+    "a_size_among_numbers": (lambda o, y: (o * len(o)).mean(), numbers(4), False),
+    "branches_by_size": (lambda o, y: (o - y).mean() / (len(o) if len(o) > 2 else 7), numbers(4), False),
     "branches": (
         lambda o, y: F.cross_entropy(o, y) if F.cross_entropy(o, y) > 1 else o.mean(), ids(), False,
     ),
@@ -89,6 +119,67 @@ def test_each_example_has_its_own_number(name):
             torch.testing.assert_close(rows[k], want[k], equal_nan=True)
     reduced = {p.losses.seen is not None for known in fn._pipelines.values() for p in known}
     assert together is None or reduced == {together}
+
+
+# terms that weigh nothing at first; and what they are added to
+HIDDEN = {
+    "time_major": lambda o, y: F.cross_entropy(o.transpose(0, 1).flatten(0, 1), y.t().flatten()),
+    "time_major_norm": lambda o, y: o.transpose(0, 1).flatten(0, 1).norm(),
+    "time_major_maximum": lambda o, y: o.transpose(0, 1).flatten(0, 1).max(),
+    "halves": lambda o, y: torch.cat([o[:, 0], o[:, 1]]).norm(),
+    "repeated": lambda o, y: (o[:, 0].repeat(3, 1) * torch.arange(4)).square().mean(),
+    "normalised_over_the_batch": lambda o, y: (F.layer_norm(o, o.shape) * o).mean(),
+    "turned": lambda o, y: o[torch.arange(len(o)).flip(0)].square().mean(),
+    "shuffled": lambda o, y: o[torch.randperm(len(o))].square().mean(),
+    "along_the_batch": lambda o, y: F.avg_pool1d(o[:, 0].t(), 3, 1, 1).t().square().mean(),
+    "of_the_size": lambda o, y: o.sum() / torch.ones(len(o)).norm(),
+    "of_zeros": lambda o, y: o.sum() * torch.zeros(len(o)).logsumexp(0),
+    "floored_size": lambda o, y: o.abs().sum() / max(len(o), 2),
+    "size_by_branch": lambda o, y: o.abs().sum() / (len(o) if len(o) > 1 else 7),
+    "one_size": lambda o, y: o.square().mean() * (1.0 if len(o) == 128 else 0.5),
+    "without_correction": lambda o, y: o.var(unbiased=False),
+    "dimensions": lambda o, y: o.square().mean() * (1 + o.mean().ndim),
+    "triplets": lambda o, y: F.triplet_margin_loss(
+        o.transpose(0, 1).flatten(0, 1), o.flatten(0, 1), -o.flatten(0, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["coefficient", "clamp"])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_terms_that_weigh_nothing_at_first(name, how):
+    torch.manual_seed(0)
+    model, kind = nn.Sequential(nn.Linear(3, 12), nn.Unflatten(1, (3, 4))), {"beta": 0.0}
+
+    def loss(o, y):
+        term, base = HIDDEN[name](o, y), F.cross_entropy(o[:, 0], y[:, 0])
+        return base + (
+            kind["beta"] * term if how == "coefficient" else F.relu(term - 20 + kind["beta"] * 100)
+        )
+
+    fn, params = pexgrad.per_example_value_and_grad(model, loss), dict(model.named_parameters())
+    for b, beta in ((6, 0.0), (4, 1.0), (128, 1.0), (1, 1.0), (3, 0.5)):
+        kind["beta"], x, y = beta, torch.randn(b, 3), ids(3)(b)
+        losses, rows = fn(params, x, y)
+        torch.testing.assert_close(losses, losses_of(model, loss, x, y))
+        assert_rows_equal(rows, rows_of(model, loss, x, y))
+
+
+@pytest.mark.parametrize("size", [len, lambda o: o.shape[0], torch.numel])
+def test_a_size_in_flat_graphs_and_after_them(size):
+    model, x, y = nn.Linear(3, 4), torch.randn(5, 3), torch.randn(5, 4)
+    params = dict(model.named_parameters())
+
+    def loss(o, y):
+        return (o - y).square().sum() / size(o)
+
+    want, fn = rows_of(model, loss, x, y), pexgrad.per_example_grad(model, loss)
+    assert_rows_equal(fn.lower(params, x, y)(params, x, y), want)
+    assert_rows_equal(fn(params, x, y), want)
+    stacked = {k: torch.stack([p, p]) for k, p in params.items()}
+    mapped = torch.func.vmap(fn, in_dims=(0, None, None))(stacked, x, y)
+    assert_rows_equal({k: r[1] for k, r in mapped.items()}, want)
+    assert_rows_equal(fn(params, x[:3], y[:3]), {k: r[:3] for k, r in want.items()})
 
 
 @pytest.mark.parametrize("order", ["batch first", "time major"])
@@ -144,6 +235,21 @@ def test_a_loss_that_changes_its_code_later():
             torch.testing.assert_close(r, want[k])
 
 
+def test_a_size_that_is_another_number_later():
+    """Which may be the size of the batch by chance: only a float can change unseen, and a size is none."""
+    model, kind = nn.Linear(3, 4), {"by": 0.0}
+
+    def loss(out, y):
+        size = len(out)
+        return (out - y).square().sum() / (kind["by"] or size)
+
+    fn, params = pexgrad.per_example_grad(model, loss), dict(model.named_parameters())
+    for b, by in ((4, 0.0), (6, 0.0), (6, 6.0), (4, 6.0), (4, 6), (6, 6), (1, 1.0), (5, 0.0)):
+        kind["by"], x, y = by, torch.randn(b, 3), torch.randn(b, 4)
+        assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
+    assert [p.losses.seen is not None for known in fn._pipelines.values() for p in known] == [True]
+
+
 def test_a_loss_that_writes_and_changes_its_code():
     model, kind = nn.Linear(3, 4), {"squared": True}
 
@@ -154,8 +260,8 @@ def test_a_loss_that_writes_and_changes_its_code():
     fn, x, params = pexgrad.per_example_grad(model, loss), torch.randn(4, 3), dict(model.named_parameters())
     assert_rows_equal(fn(params, x), rows_of(model, loss, x, None))
     assert [p.losses.seen is not None for known in fn._pipelines.values() for p in known] == [True]
-    steps = next(iter(fn._pipelines.values()))[0].losses.seen.steps
-    steps.append("another")  # as where a float has led the code another way
+    for steps in next(iter(fn._pipelines.values()))[0].losses.seen.ways:
+        steps.append("another")  # as where a float has led the code another way
     with pytest.raises(pexgrad.LossError, match="writes into the model's output"):
         fn(params, x)
     kind["squared"] = False

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -50,9 +51,23 @@ def without_autocast(device: str) -> Any:
     return torch.autocast(device, enabled=False)
 
 
-def unvalidated() -> AbstractContextManager[Any]:
+_validates = ContextVar("_validates", default=False)
+
+
+@contextlib.contextmanager
+def unvalidated() -> Iterator[None]:
     """Without the checks of `torch.distributions` that are on by default: they read numbers, of which a trace has none."""
-    return mock.patch.object(torch.distributions.Distribution, "_validate_args", False)
+    token = _validates.set(torch.distributions.Distribution._validate_args)
+    try:
+        with mock.patch.object(torch.distributions.Distribution, "_validate_args", False):
+            yield
+    finally:
+        _validates.reset(token)
+
+
+def validated() -> AbstractContextManager[Any]:
+    """With the checks that `unvalidated` turns off, within it, for code that has numbers."""
+    return mock.patch.object(torch.distributions.Distribution, "_validate_args", _validates.get())
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ the losses of torch.nn and torch.nn.functional given directly, whose reduction i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 from ..base import trees
 from ..base.compare import largest_error
+from ..base.fakes import symbolic_len
+from ..base.modes import validated
 from ..errors import LossError, MixedExamplesError
-from .reductions import NotPerExample, OverExamples
+from .reductions import NotPerExample, OverExamples, Sizes
 
 Loss = Callable[[Any, Any], Tensor]
 Slices = Callable[[int], Any]  # b -> the output of example b as a batch of one
@@ -159,8 +162,10 @@ class ExampleLosses:
         self.refuse_mixing(together, slices, y, batch)
         return True
 
-    def reduces(self, output: Any, slices: Slices, y: Any, batch: int) -> list[Any] | Literal[False] | None:
-        """The steps by which reductions give each example its own number; False where they do not.
+    def reduces(
+        self, output: Any, slices: Slices, y: Any, batch: int, sizes: Sizes
+    ) -> list[list[Any]] | Literal[False] | None:
+        """The steps by which reductions give each example its own number, with and without checks; False where they do not.
 
         None where the loss takes no such output, or tells no examples apart by it.
         """
@@ -172,23 +177,33 @@ class ExampleLosses:
         if len(numbers) < 2 or bool((numbers - numbers[0]).abs().max() <= 1e-4 * numbers.abs().max()):
             return None
         try:
-            together, steps = self.of_reductions(output, y, batch)
+            together, mode = self.of_reductions(output, y, batch, sizes)
+            _, by_itself = self.of_reductions(slices(0), trees.examples(y, 0, 1), 1, sizes)
         except Exception:  # noqa: BLE001 - whatever it is, the definition does without
             return False
-        return steps if largest_error({"": together.detach()}, {"": alone}) is None else False
+        if largest_error({"": together.detach()}, {"": alone}) is not None or not by_itself.is_like(mode):
+            return False
+        with contextlib.suppress(Exception), validated():  # with the checks of the calls to come
+            return [mode.steps, self.of_reductions(output, y, batch, sizes)[1].steps]
+        return [mode.steps]
 
-    def of_reductions(self, output: Any, y: Any, batch: Any) -> tuple[Tensor, list[Any]]:
-        """(b,): a loss that gives one number, its reductions taken for each example; and the functions that it called.
+    def of_reductions(
+        self, output: Any, y: Any, batch: Any, sizes: Sizes, *, noting: bool = False
+    ) -> tuple[Tensor, OverExamples]:
+        """(b,): a loss that gives one number, its reductions taken for each example; and what it did.
+
+        Sizes of the batch in its arithmetic are those of `sizes`, or are noted there.
 
         Raises:
             NotPerExample: where the loss does anything else.
         """
-        mode = OverExamples(batch, trees.tensors((output, y)), _PER_EXAMPLE)
-        with mode:
+        mode = OverExamples(batch, trees.tensors((output, y)), _PER_EXAMPLE, sizes, noting)
+        symbolic = isinstance(batch, torch.SymInt)
+        with mode, symbolic_len() if symbolic else contextlib.nullcontext():
             value = self.loss(output, y)
         if not mode.are_numbers(value) or not value.is_floating_point():
             raise NotPerExample
-        return value, mode.steps
+        return value, mode
 
     def refuse_mixing(self, together: Tensor, slices: Slices, y: Any, first: int) -> None:
         """Raise where the losses (B,) of a batch are not those of the first examples by themselves."""

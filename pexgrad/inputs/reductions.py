@@ -2,7 +2,8 @@
 
 By the definition such a loss is called for each example by itself: `(output - y).square().mean()` on a batch of one. Here it
 is called once, on the whole batch, in a mode that gives each example its own number wherever a tensor of examples is
-reduced to one. What comes after such a reduction is arithmetic on numbers, for all examples alike.
+reduced to one. What comes after such a reduction is arithmetic on numbers, for all examples alike, in which the size of the
+batch is one.
 
 It is used where that gives what the definition gives, on a few examples and for any batch size (see `loss_graph.py`); a loss that
 does anything else with its numbers is called for each example.
@@ -10,6 +11,7 @@ does anything else with its numbers is called for each example.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,6 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 Reduce = Callable[..., Tensor | None]  # (function, its settings, input, target) -> (b,)
+# of each arithmetic operation on numbers, by its place among them: argument -> what it is for a batch of so many, where it is
+# made of the size of the batch
+Sizes = dict[int, dict[int, Callable[[int], int]]]
 
 
 class NotPerExample(Exception):
@@ -34,27 +39,68 @@ def _every(*names: str) -> frozenset[Any]:
 
 
 CLASSES = (F.cross_entropy, F.nll_loss)
-_REDUCTIONS = {"mean": _every("mean"), "sum": _every("sum")}
+# function -> the method that does the same along a dimension, equal maxima included
+_REDUCTIONS = {f: n for n in ("mean", "sum", "prod", "std", "var", "norm", "amax", "amin") for f in _every(n)}
+_REDUCTIONS |= dict.fromkeys(_every("max"), "amax") | dict.fromkeys(_every("min"), "amin")
+_REDUCTIONS |= dict.fromkeys((torch.linalg.norm, torch.linalg.vector_norm), "norm")
+_ALONG_A_DIMENSION = _every("mean", "sum", "prod", "amax", "amin")
+# with which torch's own code calls the functions of a tensor
+_DEFAULTS = (
+    ("p", "fro"),
+    ("p", None),
+    ("ord", None),
+    ("dim", None),
+    ("keepdim", False),
+    ("dtype", None),
+    ("out", None),
+)
+# of a tensor, which are the same of each number
+_PLAIN = frozenset({"dtype", "device", "layout", "requires_grad", "is_cuda", "is_leaf", "grad_fn"})
+# losses of several tensors, whose mean is that of what they give without a reduction
+_OF_MANY = frozenset({
+    F.cosine_embedding_loss, F.margin_ranking_loss, F.multi_margin_loss, F.multilabel_margin_loss,
+    F.multilabel_soft_margin_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
+})  # fmt: skip
 _ARITHMETIC = _every(
     "add", "sub", "mul", "div", "truediv", "true_divide", "neg", "pow", "exp", "log", "sqrt", "square", "abs", "clamp", "relu",
     "log1p", "expm1", "sigmoid", "tanh", "softplus", "float", "double", "to",
 )  # fmt: skip
 
 
-# of a tensor, which are the same of each number
-_PLAIN = frozenset({"dtype", "device", "layout", "requires_grad", "is_cuda", "is_leaf", "grad_fn"})
+def _is_whole(args: Any, kwargs: Any) -> bool:
+    """Whether a reduction is along a dimension, and there is no other."""
+    of_vector = bool(args) and isinstance(args[0], Tensor) and args[0].dim() == 1
+    settings = [*args[1:], *kwargs.values()]
+    return of_vector and kwargs.keys() <= {"dim"} and [type(s) for s in settings] == [int]
+
+
+def _of_size(argument: Any, batch: Any) -> Callable[[int], int] | None:
+    """What a size becomes for another batch; None where it does not depend on that, or is no size."""
+    if not isinstance(argument, torch.SymInt):
+        return None
+    expr: Any = argument.node.expr  # pyright: ignore[reportAttributeAccessIssue]
+    (size,) = batch.node.expr.free_symbols  # pyright: ignore[reportAttributeAccessIssue]
+    return functools.cache(lambda n: int(expr.subs(size, n))) if size in expr.free_symbols else None
 
 
 class OverExamples(TorchFunctionMode):
     """Reductions of what belongs to examples give (b,), a number for each."""
 
-    def __init__(self, batch: Any, tensors: Iterable[Tensor], losses: dict[Any, Reduce]):
+    def __init__(
+        self, batch: Any, tensors: Iterable[Tensor], losses: dict[Any, Reduce], sizes: Sizes, noting: bool
+    ):
         super().__init__()
         self._batch, self._losses = batch, losses
+        self._sizes, self._noting, self._operations = sizes, noting, 0
         # by identity, and kept alive, so that none takes another's
         self._of_examples = {id(t): t for t in tensors}
         self._numbers: dict[int, Tensor] = {}
         self.steps: list[Any] = []  # the functions called so far
+        self._coefficients: list[Any] = []  # the numbers that they were called with, but for sizes
+
+    def is_like(self, other: OverExamples) -> bool:
+        """Whether the loss has done the same for another batch."""
+        return self.steps == other.steps and self._coefficients == other._coefficients
 
     def are_numbers(self, result: Any) -> bool:
         """Whether a result is one number for each example."""
@@ -63,9 +109,16 @@ class OverExamples(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.steps.append(func)
-        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        # with which `torch.distributions` checks what it is given
+        if func is torch._is_all_true:  # pyright: ignore[reportPrivateImportUsage]
+            return func(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        self._coefficients += [a for a in leaves if isinstance(a, float)]
+        given = [t for t in leaves if isinstance(t, Tensor)]
         if any(id(t) in self._numbers for t in given):
             if func in _ARITHMETIC and all(id(t) in self._numbers or not t.dim() for t in given):
+                args = self._of_one(args)
+                self._coefficients += [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
                 return self._noted(func(*args, **kwargs), self._numbers)
             # a dtype, say; a shape, as another function, is not that of one number
             if getattr(getattr(func, "__self__", None), "__name__", None) in _PLAIN:
@@ -77,26 +130,47 @@ class OverExamples(TorchFunctionMode):
         if reduced is not None:
             return self._noted(reduced, self._numbers)
         result = func(*args, **kwargs)
-        if any(isinstance(t, Tensor) and not t.dim() for t in pytree.tree_leaves(result)):
+        single = type(self._batch) is int and self._batch == 1  # of which `squeeze` leaves a number
+        if not single and any(isinstance(t, Tensor) and not t.dim() for t in pytree.tree_leaves(result)):
             raise NotPerExample  # reduced in another way
         return self._noted(result, self._of_examples)
+
+    def _of_one(self, args: Any) -> Any:
+        """An operation's arguments with sizes of the batch as those of a batch of one: `number / len(output)`."""
+        place, self._operations = self._operations, self._operations + 1
+        made = {i: of for i, a in enumerate(args) if (of := _of_size(a, self._batch)) is not None}
+        if self._noting:
+            self._sizes[place] = made
+        sizes = self._sizes.get(place, {})
+        if isinstance(self._batch, torch.SymInt):
+            same = made.keys() == sizes.keys()
+        else:
+            same = all(type(args[i]) is int and args[i] == of(self._batch) for i, of in sizes.items())
+        if not same:  # another number by now
+            raise NotPerExample
+        return [sizes[i](1) if i in sizes else a for i, a in enumerate(args)]
 
     def _noted(self, result: Any, among: dict[int, Tensor]) -> Any:
         among |= {id(t): t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)}
         return result
 
     def _reduced(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        for name, functions in _REDUCTIONS.items():
-            if func in functions and len(args) == 1 and not kwargs:
-                return getattr(self._apart(args[0]).flatten(1), name)(1)
-        if func not in self._losses:
+        if func in _ALONG_A_DIMENSION and _is_whole(args, kwargs):
+            args, kwargs = args[:1], {}
+        if func in _REDUCTIONS and len(args) == 1:
+            given = {k: v for k, v in kwargs.items() if (k, v) not in _DEFAULTS}
+            if given.keys() <= {"p"}:  # of a norm
+                return getattr(self._apart(args[0]).flatten(1), _REDUCTIONS[func])(dim=1, **given)
+        if func not in self._losses and func not in _OF_MANY:
             return None
         settings = dict(inspect.signature(func).bind(*args, **kwargs).arguments)
         if settings.get("reduction") == "none":
             return None
+        if func in _OF_MANY:
+            return self._mean_or_sum(func, settings)
         x, y = settings.pop("input"), settings.pop("target")
         if self._positions(x) != 1:
-            if settings.get("reduction") == "batchmean":  # by the positions of one example
+            if settings.get("reduction") == "batchmean":
                 raise NotPerExample
             x, y = self._apart(x), self._apart(y)
             if func in CLASSES:  # (b, t, c) -> (b, c, t)
@@ -106,12 +180,20 @@ class OverExamples(TorchFunctionMode):
             raise NotPerExample
         return reduced
 
+    def _mean_or_sum(self, func: Any, settings: dict[str, Any]) -> Tensor:
+        how = settings.pop("reduction", "mean")
+        if how not in ("mean", "sum") or any(settings.get(k) is not None for k in ("size_average", "reduce")):
+            raise NotPerExample
+        each = self._noted(func(**settings, reduction="none"), self._of_examples)
+        return getattr(self._apart(each).flatten(1), how)(dim=1)
+
     def _positions(self, x: Any) -> Any:
         """How many positions of one example there are along dimension 0."""
-        if not isinstance(x, Tensor) or not x.dim() or id(x) not in self._of_examples:
+        if not isinstance(x, Tensor) or id(x) not in self._of_examples:
             raise NotPerExample
-        return x.shape[0] // self._batch
+        return x.shape[0] // self._batch if x.dim() else 1
 
     def _apart(self, x: Any) -> Tensor:
         """(b, t, ...) from (b * t, ...)."""
-        return x.unflatten(0, (self._batch, self._positions(x)))
+        positions = self._positions(x)
+        return (x if x.dim() else x.reshape(1)).unflatten(0, (self._batch, positions))

@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..base import trees
-from ..base.fakes import TRACING, fake_batch, quiet, symbolic_mode
+from ..base.fakes import TRACING, fake_batch, quiet, symbolic_len, symbolic_mode
+from .blocks import lead
 from .mixing import Mixing, first_mixing
 
-# for which what the recording took for granted has to hold; of one example alone there is nothing to mix
+# for which what the recording took for granted has to hold
 _SIZES = (*range(2, 65), 1 << 10, 1 << 12)
 
 Losses = Callable[[Any, Any, Any], Tensor]  # (the model's output, y, the batch size) -> (B,)
 
 
-def mixing_in(
-    losses: Losses, whole: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor], y: Any
-) -> Mixing | None:
-    """What the losses look at of a whole batch; None where there is nothing.
+@dataclass(frozen=True, eq=False)
+class LossGraph:
+    """What the losses of a batch are computed by."""
 
-    `whole` makes the model's output of its tensors (B, ...).
+    graph: fx.Graph
+    given: list[fx.Node]  # the model's output and y
+    batch: Any
+    guards: frozenset[Any]  # what it takes for granted of the batch size
+
+    @property
+    def _outputs(self) -> list[fx.Node]:
+        return self.graph.output_node().all_input_nodes
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - as long as the trace that it belongs to
+    def serves(self, batch: int) -> bool:
+        """Whether the code goes the same way for a batch of that size."""
+        return all(bool(g.subs(self.batch, batch)) for g in self.guards)
+
+    def mixing(self) -> Mixing | None:
+        """What they look at of a whole batch; None where there is nothing."""
+        return first_mixing(self.graph, self.given, self._outputs, self.batch)
+
+    def is_by_example(self) -> bool:
+        """Whether examples stay in their order, whatever the numbers are."""
+        return lead(self.graph, self.given, self._outputs, self.batch)
+
+
+def recorded(
+    losses: Losses, whole: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor], y: Any
+) -> LossGraph:
+    """The graph of losses for every batch size. `whole` makes the model's output of its tensors (B, ...).
 
     Raises:
         Exception: of any kind, where their code has no graph for every batch size.
@@ -40,12 +68,13 @@ def mixing_in(
             whole(flat[: len(tensors)]), trees.map_tensors(lambda _: next(left), y), flat[0].shape[0]
         )
 
-    with quiet(), TRACING:
+    with quiet(), TRACING, symbolic_len():
         record = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)
         graph = record(*fakes).graph
-    every_size = all(bool(g.expr.subs(batch, n)) for g in env.guards for n in _SIZES)
-    if not every_size or batch in env.replacements:
+    if batch in env.replacements:
         raise ValueError("the losses depend on the batch size")
-    *nodes, output = graph.nodes
-    given = [n for n in nodes if n.op == "placeholder"]
-    return first_mixing(graph, given, output.all_input_nodes, batch)
+    given = [n for n in graph.nodes if n.op == "placeholder"]
+    found = LossGraph(graph, given, batch, frozenset(g.expr for g in env.guards))
+    if not all(map(found.serves, _SIZES)):
+        raise ValueError("the losses depend on the batch size")
+    return found

@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.loss import ExampleLosses, Slices
-from ..inputs.reductions import NotPerExample
+from ..inputs.reductions import NotPerExample, Sizes
 from ..inputs.snapshot import Snapshot, snapshot
 from ..tracing.trace import Trace
 from .layout import Layout
-from .loss_graph import mixing_in
+from .loss_graph import LossGraph, recorded
 from .mixing import Mixing
 from .sample import shrunk, varied
 
@@ -62,11 +63,14 @@ class SeenLoss:
     """The code of a loss whose reductions were looked at, which may change between calls."""
 
     code: Snapshot
-    steps: list[Any]
+    ways: list[list[Any]]  # the steps that it may go by
+    sizes: Sizes
+    graph: LossGraph
 
-    def is_of(self, loss: ExampleLosses) -> bool:
-        """Whether the loss is still made of the same."""
-        return snapshot(loss.loss).same_code(self.code)
+    def is_of(self, loss: ExampleLosses, batch: Any) -> bool:
+        """Whether the loss is still made of the same, for a batch of that size."""
+        known = isinstance(batch, torch.SymInt) or self.graph.serves(batch)
+        return known and snapshot(loss.loss).same_code(self.code)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +89,11 @@ class Losses:
             return losses
         if self.batched:
             return self.loss.of_batch(output, y, batch)
-        if self.seen is not None and self.seen.is_of(self.loss):
+        if self.seen is not None and self.seen.is_of(self.loss, batch):
             versions = [t._version for t in tensors]
             with contextlib.suppress(NotPerExample):
-                losses, steps = self.loss.of_reductions(output, y, batch)
-                if steps == self.seen.steps:  # a coefficient may lead its code another way
+                losses, mode = self.loss.of_reductions(output, y, batch, self.seen.sizes)
+                if mode.steps in self.seen.ways:  # a coefficient may lead its code another way
                     return losses
             if versions != [t._version for t in tensors]:
                 raise LossError(
@@ -116,7 +120,7 @@ class Losses:
         """
         if self.outputs.plain():
             with contextlib.suppress(Exception):  # the loss may do what no graph can
-                return mixing_in(self.loss.of_batch, self.outputs.whole, tensors, y)
+                return recorded(self.loss.of_batch, self.outputs.whole, tensors, y).mixing()
         together = self.loss.of_batch(self.outputs.copy(tensors), y, batch)
         self.loss.refuse_mixing(together, self.outputs.slices(tensors, batch), y, min(batch, _MANY))
         return None
@@ -145,12 +149,18 @@ def _reduces(
 
     They are changed ones, in which no two numbers are alike: those of a model that has learned nothing yet tell nothing.
     """
-    y, batch = sample.y, sample.batch
-    steps = loss.reduces(outputs.copy(tensors), outputs.slices(tensors, batch), y, batch)
-    if not steps:
-        return None if steps is None else False
+    y, batch, sizes = sample.y, sample.batch, Sizes()
+
+    def noting(output: Any, y: Any, batch: Any) -> Tensor:
+        return loss.of_reductions(output, y, batch, sizes, noting=True)[0]
+
     try:
-        found = mixing_in(lambda *of: loss.of_reductions(*of)[0], outputs.whole, tensors, y)
+        graph = recorded(noting, outputs.whole, tensors, y)
     except Exception:  # noqa: BLE001 - the loss may do what no graph can
         return False
-    return SeenLoss(snapshot(loss.loss), steps) if found is None else False
+    if not graph.is_by_example() or graph.mixing() is not None:
+        return False
+    ways = loss.reduces(outputs.copy(tensors), outputs.slices(tensors, batch), y, batch, sizes)
+    if not ways:
+        return None if ways is None else False
+    return SeenLoss(snapshot(loss.loss), ways, sizes, graph)
