@@ -136,12 +136,13 @@ class Transform(Composable):
 
     def _warn_of_changes(self, key: Any) -> None:
         """Warn where the same inputs have been traced again and again, for something else that has changed."""
-        others = [k for k, known in self._pipelines.items() if known and k[1:] == key[1:]]
-        if len(others) == _TRACES_OF_A_KIND:
+        others = sum(bool(known) for k, known in self._pipelines.items() if k != key and k[1:] == key[1:])
+        others += sum(not p.losses.hold() for p in self._pipelines[key])
+        if others == _TRACES_OF_A_KIND:
             warnings.warn(
-                f"{type(self).__name__} has been traced {len(others)} times for inputs of one kind, because something that the "
-                "model holds or its code reads keeps changing (a counter, a setting). Each trace takes time and memory: pass "
-                "what changes as an input, or keep it out of the model",
+                f"{type(self).__name__} has been traced {others} times for inputs of one kind, because something that the "
+                "model holds, or that its code or the loss's reads, keeps changing (a counter, a setting). Each trace takes time "
+                "and memory: pass what changes as an input, or keep it out of the model and the loss",
                 stacklevel=2,
             )
 
@@ -150,7 +151,7 @@ class Transform(Composable):
             refuse_remembered(self._model, self._loss.loss, call)
             pipeline, sample = build(self._model, self._loss, call)
             if self._options.verify:
-                refuse_mixing(pipeline, call)
+                refuse_mixing(pipeline)
                 verify(pipeline, self._model, self._loss, call, sample)
         except (MixedExamplesError, LossError, VerificationError):
             raise

@@ -105,16 +105,13 @@ def _difference(
     ) or largest_error(got.rows(), want.rows(), half, None if rounded is None else rounded.rows())
 
 
-def refuse_mixing(pipeline: Pipeline, call: Call) -> None:
+def refuse_mixing(pipeline: Pipeline) -> None:
     """Raise where the model or the loss looks at the whole batch: what the probe saw of some may not hold for others."""
     trace, program = pipeline.trace, pipeline.program
     found = first_mixing(program.module.graph, trace.inputs, program.outputs, trace.batch)
     if found is not None:
         raise MixedExamplesError(f"the model's output depends on {_what(found)}; {_REMEDY}")
-    if not pipeline.losses.batched:
-        return
-    with torch.no_grad(), StandStill():
-        found = pipeline.losses.mixing(program.run(call.values()).outputs, call.y, call.batch)
+    found = pipeline.losses.mixing()
     if found is not None:
         raise MixedExamplesError(f"the losses depend on {_what(found)}; {_REMEDY}")
 

@@ -38,10 +38,13 @@ class Snapshot(NamedTuple):
         mine, theirs = self._objects(), [] if other is None else other._objects()
         return len(mine) == len(theirs) and all(map(operator.is_, mine, theirs))
 
-    def same_code(self, other: Snapshot) -> bool:
-        """Whether another snapshot found the same but for floats, such as a coefficient that grows, and tensors."""
+    def same_but(self, other: Snapshot, *numbers: type) -> bool:
+        """Whether another snapshot found the same but for tensors, and numbers of these types: a coefficient that grows, say."""
         mine, theirs = self.references, other.references
-        return len(mine) == len(theirs) and all(map(_same_or_floats, mine, theirs))
+        return len(mine) == len(theirs) and all(
+            a is b or (type(a) is type(b) and (type(a) in numbers or (type(a) in _ATOMS and a == b)))
+            for a, b in zip(mine, theirs, strict=True)
+        )
 
     def _objects(self) -> list[Any]:
         return [
@@ -67,10 +70,6 @@ class Snapshot(NamedTuple):
             self.loose.get(place) is held.tensor and held.version in (None, _version(held.tensor))
             for place, held in places.items()
         )
-
-
-def _same_or_floats(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and (type(a) is float or (type(a) in _ATOMS and a == b)))
 
 
 class Held(NamedTuple):

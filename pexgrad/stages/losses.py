@@ -11,19 +11,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..base import trees
+from ..base.fakes import is_recorded
+from ..base.still import StandStill
 from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.loss import ExampleLosses, Slices
 from ..inputs.reductions import NotPerExample, Sizes
-from ..inputs.snapshot import Snapshot, snapshot
 from ..tracing.trace import Trace
 from .layout import Layout
 from .loss_graph import LossGraph, recorded
 from .mixing import Mixing
 from .sample import shrunk, varied
-
-# losses of one example that are worth computing once, when a model is traced
-_MANY = 256
+from .watch import Watch
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,18 +59,11 @@ class Outputs:
 
 
 @dataclass(frozen=True, eq=False)
-class SeenLoss:
-    """The code of a loss whose reductions were looked at, which may change between calls."""
+class Reductions:
+    """What a loss of one number is made of, in which each example gets its own."""
 
-    code: Snapshot
     ways: list[list[Any]]  # the steps that it may go by
     sizes: Sizes
-    graph: LossGraph
-
-    def is_of(self, loss: ExampleLosses, batch: Any) -> bool:
-        """Whether the loss is still made of the same, for a batch of that size."""
-        known = isinstance(batch, torch.SymInt) or self.graph.serves(batch)
-        return known and snapshot(loss.loss).same_code(self.code)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,21 +72,36 @@ class Losses:
 
     loss: ExampleLosses
     outputs: Outputs
-    batched: bool  # the loss takes batches, and gives each example its own number
-    seen: SeenLoss | None  # it gives one number, and its reductions can be taken for each example
+    watch: (
+        Watch | None
+    )  # of a loss that is called for all examples at once; each by itself where there is none
+    reductions: (
+        Reductions | None
+    )  # of such a one that gives one number; without, it gives each example its own
+
+    @property
+    def batched(self) -> bool:
+        """Whether the loss takes batches, and gives each example its own number."""
+        return self.watch is not None and self.reductions is None
+
+    def hold(self) -> bool:
+        """Whether the loss has still the code that it had when it was looked at."""
+        return self.watch is None or self.watch.holds()
 
     def __call__(self, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor:
         output = self.outputs.whole(tensors)
         losses = self._of_torch(output, y)
         if losses is not None:
             return losses
-        if self.batched:
+        if self.watch is not None and self.reductions is None:
+            if not is_recorded(tensors[0]):
+                self._compare(self.watch, tensors, y, batch)
             return self.loss.of_batch(output, y, batch)
-        if self.seen is not None and self.seen.is_of(self.loss, batch):
+        if self.watch is not None and self.reductions is not None and self.watch.vouches(batch):
             versions = [t._version for t in tensors]
             with contextlib.suppress(NotPerExample):
-                losses, mode = self.loss.of_reductions(output, y, batch, self.seen.sizes)
-                if mode.steps in self.seen.ways:  # a coefficient may lead its code another way
+                losses, mode = self.loss.of_reductions(output, y, batch, self.reductions.sizes)
+                if mode.steps in self.reductions.ways:  # a coefficient may lead its code another way
                     return losses
             if versions != [t._version for t in tensors]:
                 raise LossError(
@@ -112,55 +120,69 @@ class Losses:
         output = self.outputs.whole(tensors)
         return self._of_torch(output, y) is not None or (self.batched and type(output) is Tensor)
 
-    def mixing(self, tensors: Sequence[Tensor], y: Any, batch: int) -> Mixing | None:
-        """What a loss that takes batches looks at of a whole one.
+    def mixing(self) -> Mixing | None:
+        """What a loss that takes batches looks at of a whole one, as far as its code has a graph."""
+        graph = self.watch.graph if self.watch is not None and self.reductions is None else None
+        return None if graph is None else graph.mixing()
+
+    def _compare(self, watch: Watch, tensors: Sequence[Tensor], y: Any, batch: int) -> None:
+        """Raise where a loss that takes batches gives an example another number in this one than alone, if that is open.
 
         Raises:
-            MixedExamplesError: where that cannot be seen, and it gives an example another number in this batch than alone.
+            MixedExamplesError: which names the example and the numbers.
         """
-        if self.outputs.plain():
-            with contextlib.suppress(Exception):  # the loss may do what no graph can
-                return recorded(self.loss.of_batch, self.outputs.whole, tensors, y).mixing()
-        together = self.loss.of_batch(self.outputs.copy(tensors), y, batch)
-        self.loss.refuse_mixing(together, self.outputs.slices(tensors, batch), y, min(batch, _MANY))
-        return None
+        size, first = watch.to_compare(batch)
+        if not first:
+            return
+        if size < batch and self.outputs.plain():
+            tensors, y, batch = [t[:size] for t in tensors], trees.examples(y, 0, size), size
+        own = [t.detach().clone() for t in tensors]  # the loss may write into what it is given
+        with torch.no_grad(), StandStill():
+            together = self.loss.of_batch(self.outputs.copy(tensors), y, batch)
+            self.loss.refuse_mixing(together, self.outputs.slices(own, batch), y, first)
+        watch.compared(batch)
 
 
 def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sample: Call) -> Losses:
     """The way that the losses of a model's output are computed, from the output for a sample."""
-    by_example = Losses(loss, outputs, batched=False, seen=None)
+    by_example = Losses(loss, outputs, watch=None, reductions=None)
     tensors, y = [t.detach() for t in tensors], sample.y
     if any(outputs.copied) or sample.batch < 2 or by_example._of_torch(outputs.whole(tensors), y) is not None:
         return by_example
     if loss.takes_batches(outputs.copy(tensors), outputs.slices(tensors, sample.batch), y, sample.batch):
-        return Losses(loss, outputs, batched=True, seen=None)
+        return Losses(loss, outputs, Watch(loss.loss, _graph(loss.of_batch, outputs, tensors, y)), None)
     if outputs.plain():
         for change in (varied, shrunk):
-            seen = _reduces(loss, outputs, change(tensors), sample)
-            if seen is not None:
-                return Losses(loss, outputs, batched=False, seen=seen or None)
+            found = _reduced(loss, outputs, change(tensors), sample)
+            if found is not None:
+                return found or by_example
     return by_example
 
 
-def _reduces(
-    loss: ExampleLosses, outputs: Outputs, tensors: list[Tensor], sample: Call
-) -> SeenLoss | Literal[False] | None:
-    """Whether reductions give each example its own number, for every batch size; None where these outputs do not tell.
+def _graph(losses: Any, outputs: Outputs, tensors: Sequence[Tensor], y: Any) -> LossGraph | None:
+    if outputs.plain():
+        with contextlib.suppress(Exception):  # the loss may do what no graph can
+            return recorded(losses, outputs.whole, tensors, y)
+    return None
 
-    They are changed ones, in which no two numbers are alike: those of a model that has learned nothing yet tell nothing.
+
+def _reduced(
+    loss: ExampleLosses, outputs: Outputs, tensors: list[Tensor], sample: Call
+) -> Losses | Literal[False] | None:
+    """By reductions that give each example its own number, for every batch size; False where there are none.
+
+    None where these outputs do not tell. They are changed ones, in which no two numbers are alike: those of a model that has
+    learned nothing yet tell nothing.
     """
     y, batch, sizes = sample.y, sample.batch, Sizes()
 
     def noting(output: Any, y: Any, batch: Any) -> Tensor:
         return loss.of_reductions(output, y, batch, sizes, noting=True)[0]
 
-    try:
-        graph = recorded(noting, outputs.whole, tensors, y)
-    except Exception:  # noqa: BLE001 - the loss may do what no graph can
-        return False
-    if not graph.is_by_example() or graph.mixing() is not None:
+    graph = _graph(noting, outputs, tensors, y)
+    if graph is None or not graph.is_by_example() or graph.mixing() is not None:
         return False
     ways = loss.reduces(outputs.copy(tensors), outputs.slices(tensors, batch), y, batch, sizes)
     if not ways:
         return None if ways is None else False
-    return SeenLoss(snapshot(loss.loss), ways, sizes, graph)
+    return Losses(loss, outputs, Watch(loss.loss, graph), Reductions(ways, sizes))

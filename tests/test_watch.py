@@ -1,0 +1,181 @@
+"""Losses (B,) whose code, settings or numbers are others at a later call."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import assert_rows_equal, rows_of
+
+import pexgrad
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def batch(b):
+    return torch.randn(b, 3), torch.randint(4, (b,))
+
+
+def setting(loss):
+    """A function of rows for a loss that reads `kind`, which may be changed, and its parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+    return model, pexgrad.per_example_grad(model, loss), dict(model.named_parameters())
+
+
+def apart(o, y):
+    return F.cross_entropy(o, y, reduction="none")
+
+
+def relative(o, y):
+    losses = apart(o, y)
+    return losses - losses.mean()
+
+
+def test_another_code_is_traced_anew():
+    kind = {"now": "apart"}
+
+    def loss(o, y):
+        if kind["now"] == "relative":
+            return relative(o, y)
+        if kind["now"] == "relative later":
+            return apart(o, y) + (apart(o, y).mean() - 99).clamp(min=0)
+        return apart(o, y) if kind["now"] == "apart" else (o - 1).square()
+
+    model, fn, params = setting(loss)
+    for b, now in ((5, "apart"), (5, "squares"), (7, "apart"), (3, "squares")):
+        kind["now"], (x, y) = now, batch(b)
+        assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
+    assert fn.trace_count == 2
+    for now, why in (("relative", "of a batch"), ("relative later", "looks at all examples")):
+        kind["now"] = now
+        for _ in range(2):
+            with pytest.raises(pexgrad.MixedExamplesError, match=why):
+                fn(params, *batch(5))
+
+
+def test_another_function_with_the_same_name():
+    kind = {"loss": apart}
+    model, fn, params = setting(lambda o, y: kind["loss"](o, y))
+    x, y = batch(5)
+    assert_rows_equal(fn(params, x, y), rows_of(model, apart, x, y))
+    kind["loss"] = relative
+    with pytest.raises(pexgrad.MixedExamplesError, match="of a batch"):
+        fn(params, x, y)
+
+
+@pytest.mark.parametrize("last", [6, 6.0])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_number_that_leads_the_code_another_way(last, verify):
+    kind = {"epoch": type(last)(0)}
+
+    def loss(o, y):
+        return relative(o, y) if kind["epoch"] > 5 else apart(o, y)
+
+    model, _, params = setting(loss)
+    fn = pexgrad.per_example_grad(model, loss, verify=verify)
+    for b, epoch in ((5, 0), (5, 1), (7, 2)):
+        kind["epoch"], (x, y) = type(last)(epoch), batch(b)
+        assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
+    assert fn.trace_count == 1
+    kind["epoch"] = last
+    for _ in range(2):
+        with pytest.raises(pexgrad.MixedExamplesError, match="of a batch"):
+            fn(params, *batch(9))
+    kind["epoch"] = type(last)(3)
+    assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
+
+
+@pytest.mark.parametrize("of", [int, float])
+def test_numbers_that_grow(of):
+    """A coefficient, or a counter, leads to no new trace."""
+
+    class Annealed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.step, self.drop = of(0), nn.Dropout(0.0)
+
+        def forward(self, o, y):
+            o.mul_(2)  # the loss may write into the output, and is called for a few examples more
+            return apart(self.drop(o), y) + self.step / 1000 * o.square().sum(1)
+
+    loss = Annealed()
+    model, fn, params = setting(loss)
+    for step, b in enumerate((5, 5, 7, 7, 2)):
+        loss.step, (x, y) = of(step), batch(b)
+        assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
+    assert fn.trace_count == 1
+
+
+def test_masks_that_a_loss_draws_do_not_tell():
+    kind = {"scale": 1.0}
+    model, fn, params = setting(lambda o, y: kind["scale"] * apart(F.dropout(o, 0.5), y))
+    x, y = batch(6)
+    for scale in (1.0, 2.0, 3.0):
+        kind["scale"] = scale
+        torch.manual_seed(1)
+        rows = fn(params, x, y)
+        torch.manual_seed(1)
+        masked = scale * apart(F.dropout(model(x), 0.5), y)
+        (first,) = torch.autograd.grad(masked[0], params["0.bias"])
+        torch.testing.assert_close(rows["0.bias"][0], first)
+
+
+def test_a_size_at_which_the_code_does_something_else():
+    model, fn, params = setting(lambda o, y: relative(o, y) if len(o) > 5000 else apart(o, y))
+    for b in (4, 4096, 5000):
+        x, y = batch(b)
+        rows = fn(params, x, y)
+        assert_rows_equal({k: r[:3] for k, r in rows.items()}, rows_of(model, apart, x[:3], y[:3]))
+    for _ in range(2):
+        with pytest.raises(pexgrad.MixedExamplesError, match="of a batch"):
+            fn(params, *batch(5001))
+
+
+def test_a_loss_without_a_graph_is_compared_at_every_size():
+    def loss(o, y):
+        losses = torch.stack([F.cross_entropy(o[b : b + 1], y[b : b + 1]) for b in range(len(y))])
+        return losses - losses.mean() if int(y.sum()) >= 4 * 3 else losses
+
+    model, fn, params = setting(loss)
+    x = torch.randn(12, 3)
+    for b in (2, 3, 4):
+        y = torch.zeros(b, dtype=torch.long)
+        assert_rows_equal(fn(params, x[:b], y), rows_of(model, loss, x[:b], y))
+    with pytest.raises(pexgrad.MixedExamplesError, match="of a batch"):
+        fn(params, x, torch.full((12,), 1))
+
+
+def test_in_flat_graphs():
+    kind = {"now": "apart"}
+
+    def loss(o, y):
+        return (
+            relative(o, y)
+            if kind["now"] == "relative"
+            else apart(o, y)
+            if kind["now"] == "apart"
+            else o.square()
+        )
+
+    model, fn, params = setting(loss)
+    x, y = batch(5)
+    for now in ("apart", "squares"):
+        kind["now"] = now
+        assert_rows_equal(fn.lower(params, x, y)(params, x, y), rows_of(model, loss, x, y))
+    kind["now"] = "relative"
+    with pytest.raises(pexgrad.MixedExamplesError, match="of a batch"):
+        fn.lower(params, x, y)
+
+
+def test_a_loss_that_is_another_at_every_call_is_worth_a_warning():
+    kind = {}
+    model, fn, params = setting(lambda o, y: kind["loss"](o, y))
+    x, y = batch(4)
+    for i in range(9):
+        kind["loss"] = lambda o, y, i=i: (i + 1) * apart(o, y)
+        if i == 8:
+            with pytest.warns(UserWarning, match="traced 8 times for inputs of one kind"):
+                rows = fn(params, x, y)
+        else:
+            fn(params, x, y)
+    assert_rows_equal(rows, rows_of(model, lambda o, y: 9 * apart(o, y), x, y))
