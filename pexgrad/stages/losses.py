@@ -72,12 +72,10 @@ class Losses:
 
     loss: ExampleLosses
     outputs: Outputs
-    watch: (
-        Watch | None
-    )  # of a loss that is called for all examples at once; each by itself where there is none
+    watch: Watch | None  # of a loss that is called for all examples at once; without, it is called for each
     reductions: (
         Reductions | None
-    )  # of such a one that gives one number; without, it gives each example its own
+    )  # of such a loss that gives one number; without, it gives each example its own
 
     @property
     def batched(self) -> bool:
@@ -91,24 +89,35 @@ class Losses:
     def __call__(self, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor:
         output = self.outputs.whole(tensors)
         losses = self._of_torch(output, y)
-        if losses is not None:
-            return losses
-        if self.watch is not None and self.reductions is None:
-            if not is_recorded(tensors[0]):
-                self._compare(self.watch, tensors, y, batch)
-            return self.loss.of_batch(output, y, batch)
-        if self.watch is not None and self.reductions is not None and self.watch.vouches(batch):
-            versions = [t._version for t in tensors]
-            with contextlib.suppress(NotPerExample):
-                losses, mode = self.loss.of_reductions(output, y, batch, self.reductions.sizes)
-                if mode.steps in self.reductions.ways:  # a coefficient may lead its code another way
-                    return losses
-            if versions != [t._version for t in tensors]:
-                raise LossError(
-                    "the loss writes into the model's output, and its code has changed since it was traced, so that it has to be "
-                    "called again for each example; let it write into a copy, output.clone()"
-                )
-        return self.loss.of_slices(self.outputs.slices(tensors, batch), y, batch)
+        if losses is None and self.watch is not None:
+            if self.reductions is None:
+                losses = self._of_batch(self.watch, output, tensors, y, batch)
+            elif self.watch.vouches(batch):
+                losses = self._of_reductions(self.reductions, output, tensors, y, batch)
+        return (
+            self.loss.of_slices(self.outputs.slices(tensors, batch), y, batch) if losses is None else losses
+        )
+
+    def _of_batch(self, watch: Watch, output: Any, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor:
+        if not is_recorded(tensors[0]):
+            self._compare(watch, tensors, y, batch)
+        return self.loss.of_batch(output, y, batch)
+
+    def _of_reductions(
+        self, reductions: Reductions, output: Any, tensors: Sequence[Tensor], y: Any, batch: int
+    ) -> Tensor | None:
+        """None where the loss has gone another way: a coefficient may lead its code there."""
+        versions = [t._version for t in tensors]
+        with contextlib.suppress(NotPerExample):
+            losses, mode = self.loss.of_reductions(output, y, batch, reductions.sizes)
+            if mode.steps in reductions.ways:
+                return losses
+        if versions != [t._version for t in tensors]:
+            raise LossError(
+                "the loss writes into the model's output, and its code has changed since it was traced, so that it has to be "
+                "called again for each example; let it write into a copy, output.clone()"
+            )
+        return None
 
     def _of_torch(self, output: Any, y: Any) -> Tensor | None:
         """(B,) losses by the reduction of one of torch's own; None where the loss itself has to be called."""
@@ -122,7 +131,7 @@ class Losses:
 
     def mixing(self) -> Mixing | None:
         """What a loss that takes batches looks at of a whole one, as far as its code has a graph."""
-        graph = self.watch.graph if self.watch is not None and self.reductions is None else None
+        graph = self.watch.graph if self.watch is not None and self.batched else None
         return None if graph is None else graph.mixing()
 
     def _compare(self, watch: Watch, tensors: Sequence[Tensor], y: Any, batch: int) -> None:
