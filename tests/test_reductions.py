@@ -235,6 +235,30 @@ def test_a_loss_that_changes_its_code_later():
             torch.testing.assert_close(r, want[k])
 
 
+@pytest.mark.parametrize(
+    "another",
+    [
+        lambda o, late: o.mean(0 if late else 1),
+        lambda o, late: torch.sum(o, dim=0 if late else 1),
+        lambda o, late: o.softmax(0 if late else 1)[:, 0],
+        lambda o, late: o.norm(dim=0 if late else 1),
+        lambda o, late: o[-1 if late else 0 :].mean(1),
+    ],
+)
+def test_a_float_that_leads_to_another_setting(another):
+    """The same functions are called, along another dimension."""
+    model, kind = nn.Linear(3, 4), {"step": 0.0}
+
+    def loss(o, y):
+        return F.mse_loss(o, y) + another(o, kind["step"] > 5).square().mean()
+
+    fn, params = pexgrad.per_example_grad(model, loss), dict(model.named_parameters())
+    for b, step in ((4, 0.0), (4, 10.0), (6, 1.0), (6, 10.0), (1, 10.0)):
+        kind["step"], x, y = step, torch.randn(b, 3), torch.randn(b, 4)
+        assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
+    assert [p.losses.reductions is not None for known in fn._pipelines.values() for p in known] == [True]
+
+
 def test_a_size_that_is_another_number_later():
     """Which may be the size of the batch by chance: only a float can change unseen, and a size is none."""
     model, kind = nn.Linear(3, 4), {"by": 0.0}

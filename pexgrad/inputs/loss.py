@@ -22,7 +22,7 @@ from ..base.compare import largest_error
 from ..base.fakes import symbolic_len
 from ..base.modes import validated
 from ..errors import LossError, MixedExamplesError
-from .reductions import NotPerExample, OverExamples, Sizes
+from .reductions import NotPerExample, OverExamples, Sizes, Step, common
 
 Loss = Callable[[Any, Any], Tensor]
 Slices = Callable[[int], Any]  # b -> the output of example b as a batch of one
@@ -163,8 +163,8 @@ class ExampleLosses:
         return True
 
     def reduces(
-        self, output: Any, slices: Slices, y: Any, batch: int, sizes: Sizes
-    ) -> list[list[Any]] | Literal[False] | None:
+        self, output: Callable[[], Any], slices: Slices, y: Any, batch: int, sizes: Sizes
+    ) -> list[list[Step]] | Literal[False] | None:
         """The steps by which reductions give each example its own number, with and without checks; False where they do not.
 
         None where the loss takes no such output, or tells no examples apart by it.
@@ -176,16 +176,17 @@ class ExampleLosses:
         numbers = alone[alone.isfinite()]  # an example whose targets are all ignored has none
         if len(numbers) < 2 or bool((numbers - numbers[0]).abs().max() <= 1e-4 * numbers.abs().max()):
             return None
-        try:
-            together, mode = self.of_reductions(output, y, batch, sizes)
-            _, by_itself = self.of_reductions(slices(0), trees.examples(y, 0, 1), 1, sizes)
-        except Exception:  # noqa: BLE001 - whatever it is, the definition does without
-            return False
-        if largest_error({"": together.detach()}, {"": alone}) is not None or not by_itself.is_like(mode):
-            return False
-        with contextlib.suppress(Exception), validated():  # with the checks of the calls to come
-            return [mode.steps, self.of_reductions(output, y, batch, sizes)[1].steps]
-        return [mode.steps]
+        ways = []
+        for checks in (contextlib.nullcontext(), validated()):  # as now, and as in the calls to come
+            with contextlib.suppress(Exception), checks:  # whatever it is, the definition does without
+                together, mode = self.of_reductions(output(), y, batch, sizes)
+                _, single = self.of_reductions(slices(0), trees.examples(y, 0, 1), 1, sizes)
+                way = common(mode.steps, single.steps)
+                same = way is not None and mode.coefficients == single.coefficients
+                if not same or largest_error({"": together.detach()}, {"": alone}) is not None:
+                    return False
+                ways.append(way)
+        return ways or False
 
     def of_reductions(
         self, output: Any, y: Any, batch: Any, sizes: Sizes, *, noting: bool = False

@@ -28,6 +28,9 @@ Reduce = Callable[..., Tensor | None]  # (function, its settings, input, target)
 Sizes = dict[int, dict[int, Callable[[int], int]]]
 
 
+Step = tuple[Any, ...]  # a function, and what it was called with (see `_setting`)
+
+
 class NotPerExample(Exception):
     """The loss is not made of reductions and arithmetic on what they give."""
 
@@ -67,6 +70,59 @@ _ARITHMETIC = _every(
 )  # fmt: skip
 
 
+# what a function is called with, beside tensors and numbers: kept as it is, since another may make it another function
+_SETTINGS = (int, bool, str, type(None), type(...), torch.dtype, torch.device)
+_OPEN = object()  # an integer that is another for another batch
+
+
+def _setting(leaf: Any) -> Any:
+    """What is compared of an argument; of a tensor or a coefficient, what kind it is."""
+    if isinstance(leaf, Tensor):
+        return Tensor
+    return leaf if type(leaf) in _SETTINGS else type(leaf)
+
+
+def _leaves(args: Any, kwargs: Any) -> list[Any]:
+    """Arguments in a row; a slice as the three that it is made of."""
+    found = []
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        found += [leaf.start, leaf.stop, leaf.step] if type(leaf) is slice else [leaf]
+    return found
+
+
+def common(one: list[Step], other: list[Step]) -> list[Step] | None:
+    """The steps of a loss for any batch, from those for two sizes of batch; None where it does not do the same for both."""
+
+    def joined(pair: tuple[Any, Any]) -> Any:
+        a, b = pair
+        if type(a) is type(b) and a == b:
+            return a
+        if type(a) is not int or type(b) is not int:
+            raise NotPerExample
+        return _OPEN
+
+    try:
+        return [tuple(map(joined, zip(a, b, strict=True))) for a, b in zip(one, other, strict=True)]
+    except (NotPerExample, ValueError):  # another function, or more of them
+        return None
+
+
+def is_one_of(steps: list[Step], ways: list[list[Step]]) -> bool:
+    """Whether a loss has gone one of these ways."""
+
+    def same(a: Any, known: Any) -> bool:
+        if known is _OPEN:
+            return isinstance(a, int | torch.SymInt)
+        return a is known or (type(a) is type(known) and a == known)
+
+    def along(way: list[Step]) -> bool:
+        return len(steps) == len(way) and all(
+            len(a) == len(b) and all(map(same, a, b)) for a, b in zip(steps, way, strict=True)
+        )
+
+    return any(map(along, ways))
+
+
 def _is_whole(args: Any, kwargs: Any) -> bool:
     """Whether a reduction is along a dimension, and there is no other."""
     of_vector = bool(args) and isinstance(args[0], Tensor) and args[0].dim() == 1
@@ -95,12 +151,8 @@ class OverExamples(TorchFunctionMode):
         # by identity, and kept alive, so that none takes another's
         self._of_examples = {id(t): t for t in tensors}
         self._numbers: dict[int, Tensor] = {}
-        self.steps: list[Any] = []  # the functions called so far
-        self._coefficients: list[Any] = []  # the numbers that they were called with, but for sizes
-
-    def is_like(self, other: OverExamples) -> bool:
-        """Whether the loss has done the same for another batch."""
-        return self.steps == other.steps and self._coefficients == other._coefficients
+        self.steps: list[Step] = []  # so far
+        self.coefficients: list[Any] = []  # the numbers in them, but for sizes
 
     def are_numbers(self, result: Any) -> bool:
         """Whether a result is one number for each example."""
@@ -108,17 +160,17 @@ class OverExamples(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.steps.append(func)
+        leaves = _leaves(args, kwargs)
+        self.steps.append((func, *map(_setting, leaves)))
         # with which `torch.distributions` checks what it is given
         if func is torch._is_all_true:  # pyright: ignore[reportPrivateImportUsage]
             return func(*args, **kwargs)
-        leaves = pytree.tree_leaves((args, kwargs))
-        self._coefficients += [a for a in leaves if isinstance(a, float)]
+        self.coefficients += [a for a in leaves if isinstance(a, float)]
         given = [t for t in leaves if isinstance(t, Tensor)]
         if any(id(t) in self._numbers for t in given):
             if func in _ARITHMETIC and all(id(t) in self._numbers or not t.dim() for t in given):
                 args = self._of_one(args)
-                self._coefficients += [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
+                self.coefficients += [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
                 return self._noted(func(*args, **kwargs), self._numbers)
             # a dtype, say; a shape, as another function, is not that of one number
             if getattr(getattr(func, "__self__", None), "__name__", None) in _PLAIN:

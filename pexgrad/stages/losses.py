@@ -17,7 +17,7 @@ from ..base.still import StandStill
 from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.loss import ExampleLosses, Slices
-from ..inputs.reductions import NotPerExample, Sizes
+from ..inputs.reductions import Sizes, Step, is_one_of
 from ..tracing.trace import Trace
 from .layout import Layout
 from .loss_graph import LossGraph, recorded
@@ -62,7 +62,7 @@ class Outputs:
 class Reductions:
     """What a loss of one number is made of, in which each example gets its own."""
 
-    ways: list[list[Any]]  # the steps that it may go by
+    ways: list[list[Step]]  # the steps that it may go by
     sizes: Sizes
 
 
@@ -108,9 +108,11 @@ class Losses:
     ) -> Tensor | None:
         """None where the loss has gone another way: a coefficient may lead its code there."""
         versions = [t._version for t in tensors]
-        with contextlib.suppress(NotPerExample):
+        with contextlib.suppress(
+            Exception
+        ):  # what goes another way may fail on a batch, and not for each example
             losses, mode = self.loss.of_reductions(output, y, batch, reductions.sizes)
-            if mode.steps in reductions.ways:
+            if is_one_of(mode.steps, reductions.ways):
                 return losses
         if versions != [t._version for t in tensors]:
             raise LossError(
@@ -191,7 +193,11 @@ def _reduced(
     graph = _graph(noting, outputs, tensors, y)
     if graph is None or not graph.is_by_example() or graph.mixing() is not None:
         return False
-    ways = loss.reduces(outputs.copy(tensors), outputs.slices(tensors, batch), y, batch, sizes)
+    # each anew: a loss may write into what it is given
+    whole = functools.partial(outputs.copy, tensors)
+    ways = loss.reduces(
+        whole, lambda b: outputs.example([t.clone() for t in tensors], batch, b), y, batch, sizes
+    )
     if not ways:
         return None if ways is None else False
     return Losses(loss, outputs, Watch(loss.loss, graph), Reductions(ways, sizes))
