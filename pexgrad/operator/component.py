@@ -163,7 +163,8 @@ class Component:
         parts = []
         for same in windows.values():
             parts += [f.sq_norms() for f in same]
-            parts += [2 * f.balanced().inner(g.balanced()) for f, g in combinations(same, 2)]
+            if len(same) > 1:
+                parts += [2 * f.inner(g) for f, g in combinations([f.balanced() for f in same], 2)]
         return {name: parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)}
 
     def _sq_norms_by_rows(self) -> dict[str, Tensor]:
@@ -196,8 +197,10 @@ class Component:
         mine, theirs = self.windows(), other.windows()
         if mine is None or theirs is None or not self._matches(other, mine, theirs):
             return self._gram_by_rows(other)
-        pairs = [(f, g) for w in mine for f in mine[w] for g in theirs.get(w, [])]
-        parts = [f.balanced().gram(g.balanced()) for f, g in pairs]
+        mine, theirs = (
+            {w: [f.balanced() for f in own] for w, own in side.items()} for side in (mine, theirs)
+        )
+        parts = [f.gram(g) for w in mine for f in mine[w] for g in theirs.get(w, [])]
         shape = (self.batch, other.batch)
         return torch.stack(parts).sum(0) if parts else self.terms[0].value.new_zeros(shape).real
 
