@@ -17,6 +17,7 @@ from ..base.source import calling_line
 from ..errors import ANY_MODEL, TraceError
 from .contractions import CONTRACTIONS
 from .lookups import LOOKUPS
+from .unrolled import over_time
 
 aten = torch.ops.aten
 
@@ -64,13 +65,12 @@ def _direction(
     w_ih, w_hh, *rest = weights
     b_ih, b_hh = rest[:2] if has_biases else (None, None)
     project = rest[2:] if has_biases else rest  # an LSTM's projection of its output
-    xs, outputs = linear(x, w_ih, b_ih).unbind(0), []
-    for part in reversed(xs) if reverse else xs:
+
+    def projected(part: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         h, *others = step(part, state, w_hh, b_hh)
-        h = linear(h, project[0]) if project else h
-        state = (h, *others)
-        outputs.append(h)
-    return torch.stack(outputs[::-1] if reverse else outputs), state
+        return linear(h, project[0]) if project else h, *others
+
+    return over_time(projected, linear(x, w_ih, b_ih), state, reverse=reverse)
 
 
 def _recurrent(
