@@ -10,6 +10,7 @@ import torch.nn as nn
 from cases.case import labels
 
 import pexgrad
+from pexgrad.base.compare import largest_error
 from pexgrad.definition import verify
 from pexgrad.factors import Rows
 from pexgrad.flat import lower
@@ -87,3 +88,19 @@ def test_a_branch_in_the_flat_graph(monkeypatch, part, points, refused):
     else:
         fn.lower(params, x, y)
     assert len(calls) == (3 if points > 1 else 1 if refused else 2)
+
+
+@pytest.mark.parametrize("missing", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_hides_nothing_beside_it(missing):
+    want = {"w": torch.tensor([missing, 1.0, 2.0]), "v": torch.ones(2)}
+    assert largest_error(want, want) is None
+    assert largest_error(want | {"w": torch.tensor([missing, 1.0, 2.5])}, want)[0] == "w"
+    assert largest_error(want | {"v": torch.tensor([1.0, 2.0])}, want)[0] == "v"
+    assert largest_error(want | {"w": torch.tensor([1.0, 1.0, 2.0])}, want) == ("w", float("inf"))
+
+
+def test_differences_beyond_the_range_of_the_dtype():
+    large = torch.tensor([3e38, -3e38])
+    name, error = largest_error({"w": large}, {"w": -large})
+    assert name == "w" and error == pytest.approx(2)
+    assert largest_error({"w": large}, {"w": large.clone()}) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,14 +42,17 @@ def largest_error(
 
     `rounded` is `want` once more, computed from parameters that are rounded otherwise.
     """
-    overall = sum(float(w.abs().double().square().nan_to_num().sum()) for k, w in want.items() if k) ** 0.5
+    norms = {k: _norm(w) for k, w in want.items()}
+    overall = math.hypot(*(n for k, n in norms.items() if k))
     worst: tuple[str, float] | None = None
     for k, w in want.items():
-        if not torch.equal(got[k].isfinite(), w.isfinite()):
-            return k, float("inf")
+        difference = float(_plain_norm(got[k] - w))
+        if not math.isfinite(difference):  # where numbers are missing on one side they are on the other
+            if not torch.equal(got[k].isfinite(), w.isfinite()):
+                return k, math.inf
+            difference = _norm(got[k].to(_wide(w)) - w.to(_wide(w)))  # which may be out of the dtype's range
         # a gradient that is zero but for rounding is measured against all gradients together
-        scale = max(_norm(w), 1e-4 * overall if k else 0.0, 1e-12)
-        difference = _norm(torch.where(w.isfinite(), got[k] - w, 0))
+        scale = max(norms[k], 1e-4 * overall if k else 0.0, 1e-12)
         if rounded is not None and not is_half(w) and _is_rounding(difference, w, rounded[k]):
             continue
         error = difference / scale
@@ -63,6 +68,14 @@ def _is_rounding(difference: float, want: Tensor, rounded: Tensor) -> bool:
 
 
 def _norm(x: Tensor) -> float:
-    return float(
-        torch.linalg.vector_norm(x.to(torch.complex128 if x.is_complex() else torch.float64).nan_to_num())
-    )
+    """The norm of the numbers that are finite."""
+    norm = float(_plain_norm(x))
+    return norm if math.isfinite(norm) else float(_plain_norm(torch.where(x.isfinite(), x, 0)))
+
+
+def _plain_norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=_wide(x))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.complex128 if x.is_complex() else torch.float64

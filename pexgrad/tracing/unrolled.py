@@ -1,7 +1,7 @@
 """Steps over time, of which two are traced and the others are copies.
 
-An operation takes milliseconds to trace: 0.1 s for the dozen of one step of an LSTM, and so 15 s for 150 steps. From the second step on
-they are alike but for what they read, and to copy a node takes microseconds.
+An operation takes milliseconds to trace: 0.1 s for the dozen of one step of an LSTM, and so 15 s for 150 steps. From the second
+step on they are alike but for what they read, and to copy a node takes microseconds.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from torch.fx.experimental.proxy_tensor import (
 aten = torch.ops.aten
 
 State = tuple[Tensor, ...]
-Step = Callable[[Tensor, State], State]  # (a step's input, state) -> state, of which the first tensor is the step's output
+Step = Callable[
+    [Tensor, State], State
+]  # (a step's input, state) -> state, of which the first tensor is the step's output
 
 
 def over_time(step: Step, xs: Tensor, state: State, *, reverse: bool) -> tuple[Tensor, State]:
     """The outputs (t, ...) of a step that goes over xs (t, ...), forwards or backwards, and the last state."""
     mode, steps = get_proxy_mode(), xs.shape[0]
-    if mode is None or not 2 < steps:
+    if mode is None or not isinstance(steps, int) or steps <= 2:
         return _one_by_one(step, xs, state, reverse=reverse)
     graph = _Graph(mode.tracer)
     parts = graph.unbound(xs)
@@ -83,7 +85,7 @@ class _Graph:
         return found[::-1]
 
     def copy(self, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The same, of other nodes; with the same value, which may be as no step writes into what it computes."""
+        """The same, of other nodes; with the same value, which two may share as no step writes into what it computes."""
         return self._tracer.graph.node_copy(node, lambda n: new.get(n, n))
 
     def known(self, make: Callable[[], Tensor], node: fx.Node) -> Tensor:
