@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from .numerics import is_half
+
 # Relative errors above which a difference is not rounding. Measured on networks of 20 to 50 layers: up to 1e-6 for
 # float32, 4e-3 for TF32 (simulated; convolutions use it by default where a device has it), 0.07 for half precision.
 DOUBLE, SINGLE, TF32, HALF = 1e-7, 5e-3, 3e-2, 0.1
@@ -14,16 +16,11 @@ DOUBLE, SINGLE, TF32, HALF = 1e-7, 5e-3, 3e-2, 0.1
 
 def tolerance(t: Tensor, half: bool = False) -> float:
     """For numbers like `t`; with `half`, or under autocast, they may have been rounded to half precision on their way."""
-    if half or is_half(t) or torch.is_autocast_enabled(t.device.type):
+    if half or is_half(t.dtype) or torch.is_autocast_enabled(t.device.type):
         return HALF
     if t.dtype.to_real() == torch.float64:
         return DOUBLE
     return SINGLE if t.device.type == "cpu" else TF32
-
-
-def is_half(t: Tensor) -> bool:
-    """Whether these are numbers of 16 bits or fewer."""
-    return t.is_floating_point() and t.dtype.itemsize < 4
 
 
 # Some gradients are rounding and nothing else: computed from parameters that are rounded otherwise they move by a large part
@@ -53,7 +50,7 @@ def largest_error(
             difference = _norm(got[k].to(_wide(w)) - w.to(_wide(w)))  # which may be out of the dtype's range
         # a gradient that is zero but for rounding is measured against all gradients together
         scale = max(norms[k], 1e-4 * overall if k else 0.0, 1e-12)
-        if rounded is not None and not is_half(w) and _is_rounding(difference, w, rounded[k]):
+        if rounded is not None and not is_half(w.dtype) and _is_rounding(difference, w, rounded[k]):
             continue
         error = difference / scale
         if not error <= tolerance(w, half) and (worst is None or error > worst[1]):

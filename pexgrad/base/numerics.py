@@ -31,9 +31,14 @@ def channels_last(x: Tensor) -> Tensor:
     return x.unsqueeze(-1).flatten(3).movedim(2, 3).flatten(1, 2)
 
 
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether its numbers have 16 bits or fewer."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
 def accumulable(x: Tensor) -> Tensor:
     """`x` in a dtype that sums of products may be accumulated in: half precision in float32."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if is_half(x.dtype) else x
 
 
 def weighted(x: Tensor, weights: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..base.numerics import accumulable, dots, flat, gather, real, square, squared_norms, total
+from ..base.numerics import accumulable, dots, flat, gather, is_half, real, square, squared_norms, total
 from .norm_cost import ROWS, NormCost
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Factor(ABC):
 
     def widened(self) -> Self:
         """The same, with rows of half precision in float32: before anything is added up they might overflow."""
-        if self.dtype.itemsize >= 4 or not self.tensors:
+        if not self.tensors or not is_half(self.dtype):
             return self
         return replace(self.mapped(accumulable), dtype=torch.float32)  # pyright: ignore[reportArgumentType]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..base.numerics import flat, into, squared_norms
+from ..base.numerics import flat, into, is_half, squared_norms
 from ._base import Factor
 
 
@@ -36,10 +36,10 @@ class Rows(Factor):
 
     def sq_norms(self) -> Tensor:
         # all at once, where nothing has to be copied to another precision
-        return super().sq_norms() if self.dtype.itemsize < 4 else squared_norms(self.values)
+        return super().sq_norms() if is_half(self.dtype) else squared_norms(self.values)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        if self.dtype.itemsize < 4:
+        if is_half(self.dtype):
             return super().weighted_sum(weights)
         return (weights.to(self.dtype) @ flat(self.values)).view(self.shape)
 

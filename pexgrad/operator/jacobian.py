@@ -15,7 +15,7 @@ from ..base import nested
 from ..base.checks import described, shaped
 from ..base.memory import refuse_shared, storage_of
 from ..base.modes import recording, without_autocast
-from ..base.numerics import accumulable, square, sum_of
+from ..base.numerics import accumulable, is_half, square, sum_of
 from ..errors import InputError
 from ..factors import Rows
 from ..factors.joined import join
@@ -251,7 +251,7 @@ class Jacobian:
         with self.working():
             for term in sorted(self.terms, key=_row_bytes):
                 # rows of half precision are rounded, and may overflow, where norms are added up in float32
-                exact = term.factor.dtype.itemsize >= 4
+                exact = not is_half(term.factor.dtype)
                 if exact and term.factor.keeps_rows() and _row_bytes(term) <= left:
                     left -= _row_bytes(term)
                     term = replace(term, factor=Rows(term.factor.rows()))

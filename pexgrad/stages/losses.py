@@ -72,10 +72,8 @@ class Losses:
 
     loss: ExampleLosses
     outputs: Outputs
-    watch: Watch | None  # of a loss that is called for all examples at once; without, it is called for each
-    reductions: (
-        Reductions | None
-    )  # of such a loss that gives one number; without, it gives each example its own
+    watch: Watch | None  # where the loss is called for all examples at once, and not for each
+    reductions: Reductions | None  # where it gives one number then, and not each example its own
 
     @property
     def batched(self) -> bool:
@@ -94,9 +92,9 @@ class Losses:
                 losses = self._of_batch(self.watch, output, tensors, y, batch)
             elif self.watch.vouches(batch):
                 losses = self._of_reductions(self.reductions, output, tensors, y, batch)
-        return (
-            self.loss.of_slices(self.outputs.slices(tensors, batch), y, batch) if losses is None else losses
-        )
+        if losses is None:
+            losses = self.loss.of_slices(self.outputs.slices(tensors, batch), y, batch)
+        return losses
 
     def _of_batch(self, watch: Watch, output: Any, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor:
         if not is_recorded(tensors[0]):
@@ -106,11 +104,9 @@ class Losses:
     def _of_reductions(
         self, reductions: Reductions, output: Any, tensors: Sequence[Tensor], y: Any, batch: int
     ) -> Tensor | None:
-        """None where the loss has gone another way: a coefficient may lead its code there."""
+        """None where the loss has gone another way: a coefficient may lead its code there, where a batch may fail."""
         versions = [t._version for t in tensors]
-        with contextlib.suppress(
-            Exception
-        ):  # what goes another way may fail on a batch, and not for each example
+        with contextlib.suppress(Exception):
             losses, mode = self.loss.of_reductions(output, y, batch, reductions.sizes)
             if is_one_of(mode.steps, reductions.ways):
                 return losses

@@ -25,7 +25,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from ..base import trees
-from ..base.compare import is_half
 from ..base.fakes import (
     HINT,
     TRACING,
@@ -36,6 +35,7 @@ from ..base.fakes import (
     symbolic_len,
     symbolic_mode,
 )
+from ..base.numerics import is_half
 from ..base.source import calling_line, is_library
 from ..errors import ANY_MODEL, PexgradError, TraceError, first_line
 from ..inputs.call import Call
@@ -85,7 +85,7 @@ class Trace:
 
     def rounds_to_half(self) -> bool:
         """Whether any value is in half precision, as it is under autocast."""
-        return any(is_half(t) for n in self.graph.nodes for t in trees.tensors(n.meta.get("val")))
+        return any(is_half(t.dtype) for n in self.graph.nodes for t in trees.tensors(n.meta.get("val")))
 
     def output(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output object around the graph's output tensors."""

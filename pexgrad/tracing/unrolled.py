@@ -22,9 +22,8 @@ from torch.fx.experimental.proxy_tensor import (
 aten = torch.ops.aten
 
 State = tuple[Tensor, ...]
-Step = Callable[
-    [Tensor, State], State
-]  # (a step's input, state) -> state, of which the first tensor is the step's output
+# (a step's input, state) -> state, of which the first tensor is the step's output
+Step = Callable[[Tensor, State], State]
 
 
 def over_time(step: Step, xs: Tensor, state: State, *, reverse: bool) -> tuple[Tensor, State]:
@@ -38,8 +37,7 @@ def over_time(step: Step, xs: Tensor, state: State, *, reverse: bool) -> tuple[T
         parts.reverse()
     first = step(graph.tensor(parts[0], xs), state)
     end = graph.last()
-    second_part = graph.tensor(parts[1], xs)
-    second = step(second_part, first)
+    second = step(graph.tensor(parts[1], xs), first)
     copied = graph.after(end)
     before, now = [graph.node(s) for s in first], [graph.node(s) for s in second]
     outputs = [before[0], now[0]]
