@@ -87,15 +87,17 @@ def test_a_number_that_leads_the_code_another_way(last, verify):
 
 @pytest.mark.parametrize("of", [int, float])
 def test_numbers_that_grow(of):
-    """A coefficient, or a counter, leads to no new trace."""
+    """A coefficient, a counter, or a record of them leads to no new trace."""
 
     class Annealed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.step, self.drop = of(0), nn.Dropout(0.0)
+            self.step, self.drop, self.history, self.last = of(0), nn.Dropout(0.0), [], None
 
         def forward(self, o, y):
             o.mul_(2)  # the loss may write into the output, and is called for a few examples more
+            self.history.append(self.step)
+            self.last = o.detach()
             return apart(self.drop(o), y) + self.step / 1000 * o.square().sum(1)
 
     loss = Annealed()
