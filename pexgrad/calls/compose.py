@@ -109,10 +109,9 @@ def _call_nested(
     y: Any,
     options: dict[str, Any],
 ) -> Any:
-    paths = nested.structure(params)
+    flat, named, whole = transform._by_name(params)
     options = {k: nested.flatten(v) if nested.is_nested(v) else v for k, v in options.items()}
-    result = call(transform._flat(paths), nested.flatten(params), x, y, **options)
-    return _nested_result(result, paths)
+    return whole(call(flat, named, x, y, **options))
 
 
 def _nested_result(result: Any, paths: nested.Structure) -> Any:
@@ -178,6 +177,13 @@ class Composable:
                 self._by_structure[paths] = other
             return self._by_structure[paths]
 
+    def _by_name(self, params: Params) -> tuple[Self, Params, Callable[[Any], Any]]:
+        """The transform of a flat dict, that dict, and what makes of a result one that is nested as the parameters are."""
+        if not nested.is_nested(params):
+            return self, params, lambda result: result
+        paths = nested.structure(params)
+        return self._flat(paths), nested.flatten(params), functools.partial(_nested_result, paths=paths)
+
     # --- the flat graph ---------------------------------------------------------------------------
 
     def lower(self, params: Params, x: Any, y: Any = None) -> fx.GraphModule:
@@ -204,15 +210,10 @@ class Composable:
         Raises:
             PexgradError: where the function itself would refuse, and where the call has no flat graph.
         """
-        paths = nested.structure(params) if nested.is_nested(params) else None
-        flat = params if paths is None else nested.flatten(params)
-        transform = self if paths is None else self._flat(paths)
+        transform, named, whole = self._by_name(params)
         with modes.outside_transforms(), modes.recording():
-            call = check_call(transform._model, *map(modes.recordable, (_as_dict(flat), x, y)))
+            call = check_call(transform._model, *map(modes.recordable, (_as_dict(named), x, y)))
             lowered = transform._graph(call)
-            whole = (
-                (lambda result: result) if paths is None else (lambda result: _nested_result(result, paths))
-            )
             graph = with_arguments(lowered, call, (params, x, y), transform._model.buffers(), whole)
         graph.meta["batch"] = _in_words(*lowered.sizes(call.batch))
         return graph
@@ -310,9 +311,9 @@ class Composable:
         None, with `most`, where the call has no such graph or a member's rows take more than that many bytes.
         """
         if nested.is_nested(params):
-            paths = nested.structure(params)
-            flat = self._flat(paths).of_members(nested.flatten(params), x, y, members, stacked_data, most)
-            return None if flat is None else _nested_result(flat, paths)
+            flat, named, whole = self._by_name(params)
+            found = flat.of_members(named, x, y, members, stacked_data, most)
+            return None if found is None else whole(found)
         with modes.outside_transforms(), modes.recording():
             params, x, y = map(modes.recordable, (dict(params), x, y))
             one = (trees.map_tensors(lambda t: t[0], tree) if stacked_data else tree for tree in (x, y))
