@@ -51,7 +51,6 @@ class Pipeline:
             and call.module.holds(self.held)
             and still_alike(call, self.alike)
             and self.trace.follows(call)
-            and self.losses.hold()
         )
 
     def jacobian(self, at: Call, options: Options) -> Jacobian:

@@ -259,6 +259,55 @@ def test_a_float_that_leads_to_another_setting(another):
     assert [p.losses.reductions is not None for known in fn._pipelines.values() for p in known] == [True]
 
 
+def test_a_float_that_leads_to_another_tensor():
+    """The same functions are called, of what was computed for nothing at first."""
+    model, kind = nn.Linear(3, 4), {"beta": 0.0}
+
+    def loss(o, y):
+        other = y.roll(1, 0)
+        return F.mse_loss(o, other if kind["beta"] > 0.5 else y)
+
+    fn, params = pexgrad.per_example_grad(model, loss), dict(model.named_parameters())
+    for beta in (0.0, 0.4, 1.0, 0.2):
+        kind["beta"], x, y = beta, torch.randn(5, 3), torch.randn(5, 4)
+        assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
+
+
+@pytest.mark.parametrize("later", [(6, 1), (1, 4), (4,), (6, 4)])
+def test_a_tensor_that_is_replaced_by_one_of_another_shape(later):
+    model, kind = nn.Linear(3, 4), {"weight": torch.tensor(2.0)}
+
+    def loss(o, y):
+        return ((o - y) ** 2 * kind["weight"]).mean()
+
+    fn, params = pexgrad.per_example_grad(model, loss), dict(model.named_parameters())
+    x, y = torch.randn(6, 3), torch.randn(6, 4)
+    for weight in (torch.tensor(2.0), torch.rand(later), torch.tensor(3.0)):
+        kind["weight"] = weight
+        assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda n, late: 1.0 / n if late > 0.5 else 1.0,
+        lambda n, late: 1.0 + max(0.0, late - 0.5) * n,
+        lambda n, late: float(n) if late > 0.5 else 1.0,
+    ],
+)
+def test_a_coefficient_made_of_the_size_later(scale):
+    model, kind = nn.Linear(3, 4), {"late": 0.0}
+
+    def loss(o, y):
+        n = len(o)
+        return (o - y).square().sum() * scale(n, kind["late"])
+
+    fn, params = pexgrad.per_example_grad(model, loss), dict(model.named_parameters())
+    for b, late in ((4, 0.0), (6, 0.0), (6, 1.0), (4, 1.0), (4, 0.1), (1, 1.0)):
+        kind["late"], x, y = late, torch.randn(b, 3), torch.randn(b, 4)
+        assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
+
+
 def test_a_size_that_is_another_number_later():
     """Which may be the size of the batch by chance: only a float can change unseen, and a size is none."""
     model, kind = nn.Linear(3, 4), {"by": 0.0}
@@ -303,3 +352,12 @@ def test_a_flat_graph_of_such_a_loss_takes_any_batch():
         want = rows_of(model, F.cross_entropy, x, y)
         for k, r in graph(params, x, y).items():
             torch.testing.assert_close(r, want[k])
+
+
+def test_a_flat_graph_of_a_loss_that_asks_for_the_size():
+    model, x, y = nn.Linear(3, 4), torch.randn(6, 3), torch.randn(6, 4)
+    fn = pexgrad.per_example_grad(model, lambda o, y: (o - y).view(o.shape[0], -1).square().sum())
+    params = dict(model.named_parameters())
+    graph = fn.lower(params, x, y)
+    assert graph.meta["batch"] == "any"
+    assert_rows_equal(graph(params, x[:2], y[:2]), fn(params, x[:2], y[:2]))

@@ -43,6 +43,8 @@ def largest_error(
     overall = math.hypot(*(n for k, n in norms.items() if k))
     worst: tuple[str, float] | None = None
     for k, w in want.items():
+        if got[k].shape != w.shape:
+            return k, math.inf
         difference = float(_plain_norm(got[k] - w))
         if not math.isfinite(difference):  # where numbers are missing on one side they are on the other
             if not torch.equal(got[k].isfinite(), w.isfinite()):

@@ -136,13 +136,12 @@ class Transform(Composable):
 
     def _warn_of_changes(self, key: Any) -> None:
         """Warn where the same inputs have been traced again and again, for something else that has changed."""
-        others = sum(bool(known) for k, known in self._pipelines.items() if k != key and k[1:] == key[1:])
-        others += sum(not p.losses.hold() for p in self._pipelines[key])
-        if others == _TRACES_OF_A_KIND:
+        others = [k for k, known in self._pipelines.items() if known and k[1:] == key[1:]]
+        if len(others) == _TRACES_OF_A_KIND:
             warnings.warn(
-                f"{type(self).__name__} has been traced {others} times for inputs of one kind, because something that the "
-                "model holds, or that its code or the loss's reads, keeps changing (a counter, a setting). Each trace takes time "
-                "and memory: pass what changes as an input, or keep it out of the model and the loss",
+                f"{type(self).__name__} has been traced {len(others)} times for inputs of one kind, because something that the "
+                "model holds or its code reads keeps changing (a counter, a setting). Each trace takes time and memory: pass "
+                "what changes as an input, or keep it out of the model",
                 stacklevel=2,
             )
 

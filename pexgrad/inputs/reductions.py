@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -70,16 +70,9 @@ _ARITHMETIC = _every(
 )  # fmt: skip
 
 
-# what a function is called with, beside tensors and numbers: kept as it is, since another may make it another function
-_SETTINGS = (int, bool, str, type(None), type(...), torch.dtype, torch.device)
+# what a function is called with, beside tensors and numbers: compared as it is, since another makes it another function
+_SETTINGS = (int, bool, str, type(None), type(...), torch.dtype, torch.device, torch.SymInt)
 _OPEN = object()  # an integer that is another for another batch
-
-
-def _setting(leaf: Any) -> Any:
-    """What is compared of an argument; of a tensor or a coefficient, what kind it is."""
-    if isinstance(leaf, Tensor):
-        return Tensor
-    return leaf if type(leaf) in _SETTINGS else type(leaf)
 
 
 def _leaves(args: Any, kwargs: Any) -> list[Any]:
@@ -153,6 +146,9 @@ class OverExamples(TorchFunctionMode):
         self._numbers: dict[int, Tensor] = {}
         self.steps: list[Step] = []  # so far
         self.coefficients: list[Any] = []  # the numbers in them, but for sizes
+        self._places: dict[int, tuple[int, Tensor]] = {}  # of all tensors, in the order in which they came up
+        for t in self._of_examples.values():
+            self._place(t)
 
     def are_numbers(self, result: Any) -> bool:
         """Whether a result is one number for each example."""
@@ -161,10 +157,31 @@ class OverExamples(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = _leaves(args, kwargs)
-        self.steps.append((func, *map(_setting, leaves)))
+        self.steps.append((func, *(s for leaf in leaves for s in self._settings(leaf))))
+        result = self._call(func, args, kwargs, leaves)
+        for t in pytree.tree_leaves(result):
+            if isinstance(t, Tensor):
+                self._place(t)
+        return result
+
+    def _place(self, t: Tensor) -> int:
+        return self._places.setdefault(id(t), (len(self._places), t))[0]
+
+    def _settings(self, leaf: Any) -> Sequence[Any]:
+        """What is compared of an argument: of a tensor which one it is, of a coefficient that it is one."""
+        if isinstance(leaf, Tensor):
+            found = (
+                id(leaf) not in self._places
+            )  # the loss has it from elsewhere, and may have another one later
+            return [(self._place(leaf),), *(leaf.shape if found else ())]
+        return [leaf if type(leaf) in _SETTINGS else type(leaf)]
+
+    def _call(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         # with which `torch.distributions` checks what it is given
         if func is torch._is_all_true:  # pyright: ignore[reportPrivateImportUsage]
             return func(*args, **kwargs)
+        if any(isinstance(a, torch.SymFloat) for a in leaves):  # a coefficient made of the size of the batch
+            raise NotPerExample
         self.coefficients += [a for a in leaves if isinstance(a, float)]
         given = [t for t in leaves if isinstance(t, Tensor)]
         if any(id(t) in self._numbers for t in given):

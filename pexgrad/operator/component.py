@@ -197,9 +197,8 @@ class Component:
         mine, theirs = self.windows(), other.windows()
         if mine is None or theirs is None or not self._matches(other, mine, theirs):
             return self._gram_by_rows(other)
-        mine, theirs = (
-            {w: [f.balanced() for f in own] for w, own in side.items()} for side in (mine, theirs)
-        )
+        mine = {w: [f.balanced() for f in own] for w, own in mine.items()}
+        theirs = mine if other is self else {w: [f.balanced() for f in own] for w, own in theirs.items()}
         parts = [f.gram(g) for w in mine for f in mine[w] for g in theirs.get(w, [])]
         shape = (self.batch, other.batch)
         return torch.stack(parts).sum(0) if parts else self.terms[0].value.new_zeros(shape).real

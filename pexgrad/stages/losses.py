@@ -17,13 +17,18 @@ from ..base.still import StandStill
 from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.loss import ExampleLosses, Slices
-from ..inputs.reductions import Sizes, Step, is_one_of
+from ..inputs.reductions import OverExamples, Sizes, Step, is_one_of
+from ..inputs.snapshot import Snapshot, snapshot
 from ..tracing.trace import Trace
 from .layout import Layout
 from .loss_graph import LossGraph, recorded
 from .mixing import Mixing
 from .sample import shrunk, varied
-from .watch import Watch
+from .ways import Form, Way, form
+
+# examples that are compared with the definition where the code of a loss goes another way: in a batch twice as large as any
+# before, of a loss that has no graph, and elsewhere
+_MANY, _FEW = 256, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +63,20 @@ class Outputs:
         return all(at == Layout() for at in self.layouts) and not any(self.copied)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Reductions:
     """What a loss of one number is made of, in which each example gets its own."""
 
+    code: Snapshot
+    graph: LossGraph
     ways: list[list[Step]]  # the steps that it may go by
     sizes: Sizes
+    coefficients: list[Any]  # those for which example 0 alone has had the same
+
+    def are_of(self, loss: ExampleLosses, batch: Any) -> bool:
+        """Whether the loss is still made of the same, for a batch of that size; coefficients may change."""
+        known = isinstance(batch, torch.SymInt) or self.graph.serves(batch)
+        return known and snapshot(loss.loss).same_but(self.code, float)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,50 +85,80 @@ class Losses:
 
     loss: ExampleLosses
     outputs: Outputs
-    watch: Watch | None  # where the loss is called for all examples at once, and not for each
-    reductions: Reductions | None  # where it gives one number then, and not each example its own
+    ways: dict[Form, Way] | None = None  # where the loss takes batches, and gives each example its own number
+    reductions: Reductions | None = (
+        None  # where it gives one number, and its reductions can be taken for each example
+    )
 
     @property
     def batched(self) -> bool:
         """Whether the loss takes batches, and gives each example its own number."""
-        return self.watch is not None and self.reductions is None
-
-    def hold(self) -> bool:
-        """Whether the loss has still the code that it had when it was looked at."""
-        return self.watch is None or self.watch.holds()
+        return self.ways is not None
 
     def __call__(self, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor:
         output = self.outputs.whole(tensors)
         losses = self._of_torch(output, y)
-        if losses is None and self.watch is not None:
-            if self.reductions is None:
-                losses = self._of_batch(self.watch, output, tensors, y, batch)
-            elif self.watch.vouches(batch):
-                losses = self._of_reductions(self.reductions, output, tensors, y, batch)
+        if losses is None and self.ways is not None:
+            losses = self._of_batch(self.ways, output, tensors, y, batch)
+        elif losses is None and self.reductions is not None and self.reductions.are_of(self.loss, batch):
+            losses = self._of_reductions(self.reductions, output, tensors, y, batch)
         if losses is None:
             losses = self.loss.of_slices(self.outputs.slices(tensors, batch), y, batch)
         return losses
 
-    def _of_batch(self, watch: Watch, output: Any, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor:
-        if not is_recorded(tensors[0]):
-            self._compare(watch, tensors, y, batch)
-        return self.loss.of_batch(output, y, batch)
+    def _of_batch(
+        self, ways: dict[Form, Way], output: Any, tensors: Sequence[Tensor], y: Any, batch: int
+    ) -> Tensor | None:
+        """None where examples have to be taken by themselves."""
+        given, versions = [t.grad_fn for t in tensors], [t._version for t in tensors]
+        losses = self.loss.of_batch(output, y, batch)
+        if is_recorded(losses):
+            return losses
+        gone = form(losses, given)
+        way = ways.get(gone)
+        if way is None or not way.covers(batch) or not way.together:
+            _refuse_written(tensors, versions)
+        if way is None:
+            has_graphs = any(known.graph is not None for known in ways.values())
+            graph = _graph(self.loss.of_batch, self.outputs, tensors, y) if has_graphs else None
+            way = Way(graph, together=graph is None or graph.mixing() is None)
+        if gone not in ways or not way.covers(batch):
+            largest = max(n for known in ways.values() for n in known.compared)
+            self._compare(tensors, y, batch, _MANY if way.graph is None and batch >= 2 * largest else _FEW)
+            way.compared.add(batch)
+        ways[gone] = way
+        return losses if way.together else None
+
+    def _compare(self, tensors: Sequence[Tensor], y: Any, batch: int, first: int) -> None:
+        """Raise where the loss gives one of the first examples another number in this batch than alone."""
+        own = [t.detach().clone() for t in tensors]  # the loss may write into what it is given
+        with torch.no_grad(), StandStill():
+            together = self.loss.of_batch(self.outputs.copy(tensors), y, batch)
+            self.loss.refuse_mixing(together, self.outputs.slices(own, batch), y, min(batch, first))
 
     def _of_reductions(
-        self, reductions: Reductions, output: Any, tensors: Sequence[Tensor], y: Any, batch: int
+        self, known: Reductions, output: Any, tensors: Sequence[Tensor], y: Any, batch: int
     ) -> Tensor | None:
         """None where the loss has gone another way: a coefficient may lead its code there, where a batch may fail."""
         versions = [t._version for t in tensors]
+        first = [] if is_recorded(tensors[0]) else [t[:1].detach().clone() for t in tensors]
         with contextlib.suppress(Exception):
-            losses, mode = self.loss.of_reductions(output, y, batch, reductions.sizes)
-            if is_one_of(mode.steps, reductions.ways):
+            losses, mode = self.loss.of_reductions(output, y, batch, known.sizes)
+            if is_one_of(mode.steps, known.ways) and (not first or self._same_alone(known, mode, first, y)):
                 return losses
-        if versions != [t._version for t in tensors]:
-            raise LossError(
-                "the loss writes into the model's output, and its code has changed since it was traced, so that it has to be "
-                "called again for each example; let it write into a copy, output.clone()"
-            )
+        _refuse_written(tensors, versions)
         return None
+
+    def _same_alone(self, known: Reductions, mode: OverExamples, first: list[Tensor], y: Any) -> bool:
+        """Whether coefficients that have changed are no numbers made of the size of the batch."""
+        if mode.coefficients != known.coefficients:
+            with torch.no_grad(), StandStill():
+                of_first = self.outputs.whole(first), trees.examples(y, 0, 1)
+                _, alone = self.loss.of_reductions(*of_first, 1, known.sizes)
+            if alone.coefficients != mode.coefficients or not is_one_of(alone.steps, known.ways):
+                return False
+            known.coefficients = mode.coefficients
+        return True
 
     def _of_torch(self, output: Any, y: Any) -> Tensor | None:
         """(B,) losses by the reduction of one of torch's own; None where the loss itself has to be called."""
@@ -129,41 +172,45 @@ class Losses:
 
     def mixing(self) -> Mixing | None:
         """What a loss that takes batches looks at of a whole one, as far as its code has a graph."""
-        graph = self.watch.graph if self.watch is not None and self.batched else None
-        return None if graph is None else graph.mixing()
+        graphs = [way.graph for way in (self.ways or {}).values() if way.graph is not None]
+        return next((found for g in graphs if (found := g.mixing()) is not None), None)
 
-    def _compare(self, watch: Watch, tensors: Sequence[Tensor], y: Any, batch: int) -> None:
-        """Raise where a loss that takes batches gives an example another number in this one than alone, if that is open.
 
-        Raises:
-            MixedExamplesError: which names the example and the numbers.
-        """
-        size, first = watch.to_compare(batch)
-        if not first:
-            return
-        if size < batch and self.outputs.plain():
-            tensors, y, batch = [t[:size] for t in tensors], trees.examples(y, 0, size), size
-        own = [t.detach().clone() for t in tensors]  # the loss may write into what it is given
-        with torch.no_grad(), StandStill():
-            together = self.loss.of_batch(self.outputs.copy(tensors), y, batch)
-            self.loss.refuse_mixing(together, self.outputs.slices(own, batch), y, first)
-        watch.compared(batch)
+def _refuse_written(tensors: Sequence[Tensor], versions: list[int]) -> None:
+    if versions != [t._version for t in tensors]:
+        raise LossError(
+            "the loss writes into the model's output, and its code does something else than when it was traced, so that it has "
+            "to be called again for single examples; let it write into a copy, output.clone()"
+        )
 
 
 def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sample: Call) -> Losses:
     """The way that the losses of a model's output are computed, from the output for a sample."""
-    by_example = Losses(loss, outputs, watch=None, reductions=None)
+    by_example = Losses(loss, outputs)
     tensors, y = [t.detach() for t in tensors], sample.y
     if any(outputs.copied) or sample.batch < 2 or by_example._of_torch(outputs.whole(tensors), y) is not None:
         return by_example
     if loss.takes_batches(outputs.copy(tensors), outputs.slices(tensors, sample.batch), y, sample.batch):
-        return Losses(loss, outputs, Watch(loss.loss, _graph(loss.of_batch, outputs, tensors, y)), None)
+        return Losses(loss, outputs, ways=_first_way(loss, outputs, tensors, sample))
     if outputs.plain():
         for change in (varied, shrunk):
             found = _reduced(loss, outputs, change(tensors), sample)
             if found is not None:
                 return found or by_example
     return by_example
+
+
+def _first_way(
+    loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sample: Call
+) -> dict[Form, Way]:
+    """The way of a loss that takes batches, with its examples compared for the size of the sample."""
+    leaves = [t.clone().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
+    given = [t.clone() for t in leaves]  # which may be written into
+    nodes = [t.grad_fn for t in given]
+    with torch.enable_grad():
+        losses = loss.of_batch(outputs.whole(given), sample.y, sample.batch)
+    graph = _graph(loss.of_batch, outputs, tensors, sample.y)
+    return {form(losses, nodes): Way(graph, compared={sample.batch})}
 
 
 def _graph(losses: Any, outputs: Outputs, tensors: Sequence[Tensor], y: Any) -> LossGraph | None:
@@ -196,4 +243,5 @@ def _reduced(
     )
     if not ways:
         return None if ways is None else False
-    return Losses(loss, outputs, Watch(loss.loss, graph), Reductions(ways, sizes))
+    known = Reductions(snapshot(loss.loss), graph, ways, sizes, coefficients=[])
+    return Losses(loss, outputs, reductions=known)

@@ -1,4 +1,4 @@
-"""Losses (B,) whose code, settings or numbers are others at a later call."""
+"""Losses (B,) whose code goes another way at a later call."""
 
 import pytest
 import torch
@@ -31,26 +31,45 @@ def relative(o, y):
     return losses - losses.mean()
 
 
-def test_another_code_is_traced_anew():
+def test_another_code():
     kind = {"now": "apart"}
 
     def loss(o, y):
         if kind["now"] == "relative":
             return relative(o, y)
-        if kind["now"] == "relative later":
-            return apart(o, y) + (apart(o, y).mean() - 99).clamp(min=0)
         return apart(o, y) if kind["now"] == "apart" else (o - 1).square()
 
     model, fn, params = setting(loss)
     for b, now in ((5, "apart"), (5, "squares"), (7, "apart"), (3, "squares")):
         kind["now"], (x, y) = now, batch(b)
         assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
-    assert fn.trace_count == 2
-    for now, why in (("relative", "of a batch"), ("relative later", "looks at all examples")):
-        kind["now"] = now
-        for _ in range(2):
-            with pytest.raises(pexgrad.MixedExamplesError, match=why):
-                fn(params, *batch(5))
+    kind["now"] = "relative"
+    for _ in range(2):
+        with pytest.raises(pexgrad.MixedExamplesError, match="of a batch"):
+            fn(params, *batch(5))
+    assert fn.trace_count == 1
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_may_mix_later_is_called_for_each_example(verify):
+    """At first it is refused, unless `verify=False` says that it never has an effect."""
+    kind = {"now": "apart"}
+
+    def loss(o, y):
+        losses = apart(o, y)
+        return losses if kind["now"] == "apart" else losses + (losses.mean() - kind["limit"]).clamp(min=0)
+
+    model, _, params = setting(loss)
+    fn = pexgrad.per_example_grad(model, loss, verify=verify)
+    x, y = batch(5)
+    fn(params, x, y)
+    kind |= {"now": "relative later", "limit": 99.0}
+    assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
+    if verify:
+        with pytest.raises(pexgrad.MixedExamplesError, match="looks at all examples"):
+            pexgrad.per_example_grad(model, loss)(params, x, y)
+    kind["limit"] = 1.0
+    assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
 
 
 def test_another_function_with_the_same_name():
@@ -169,15 +188,72 @@ def test_in_flat_graphs():
         fn.lower(params, x, y)
 
 
-def test_a_loss_that_is_another_at_every_call_is_worth_a_warning():
-    kind = {}
-    model, fn, params = setting(lambda o, y: kind["loss"](o, y))
-    x, y = batch(4)
-    for i in range(9):
-        kind["loss"] = lambda o, y, i=i: (i + 1) * apart(o, y)
-        if i == 8:
-            with pytest.warns(UserWarning, match="traced 8 times for inputs of one kind"):
-                rows = fn(params, x, y)
-        else:
-            fn(params, x, y)
-    assert_rows_equal(rows, rows_of(model, lambda o, y: 9 * apart(o, y), x, y))
+def test_a_limit_that_a_number_moves():
+    kind = {"limit": 5000}
+    model, fn, params = setting(lambda o, y: relative(o, y) if len(o) > kind["limit"] else apart(o, y))
+    x, y = batch(20)
+    assert_rows_equal(fn(params, x, y), rows_of(model, apart, x, y))
+    kind["limit"] = 10
+    assert_rows_equal(fn(params, x[:8], y[:8]), rows_of(model, apart, x[:8], y[:8]))
+    with pytest.raises(pexgrad.MixedExamplesError, match="of a batch"):
+        fn(params, x, y)
+
+
+def test_a_counter_in_a_tensor():
+    class Scheduled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+        def forward(self, o, y):
+            return apart(o, y) if self.step < 3 else relative(o, y)
+
+    loss = Scheduled()
+    model, fn, params = setting(loss)
+    x, y = batch(6)
+    for _ in range(3):
+        assert_rows_equal(fn(params, x, y), rows_of(model, apart, x, y))
+        loss.step += 1
+    with pytest.raises(pexgrad.MixedExamplesError, match="of a batch"):
+        fn(params, x, y)
+
+
+def test_another_dimension():
+    """The same operations along another dimension."""
+    kind = {"dim": 1}
+    _, fn, params = setting(lambda o, y: apart(o, y) + o.softmax(kind["dim"])[:, 0])
+    x, y = batch(4)  # as many examples as there are classes
+    fn(params, x, y)
+    kind["dim"] = 0
+    with pytest.raises(pexgrad.MixedExamplesError, match="of a batch"):
+        fn(params, x, y)
+
+
+def test_a_loss_is_called_once_for_a_call():
+    class Counting:
+        def __init__(self):
+            self.calls, self.names = 0, []
+
+        def __call__(self, o, y):
+            self.calls += 1
+            self.names.append(f"call {self.calls}")
+            return apart(o, y)
+
+    loss = Counting()
+    _, fn, params = setting(loss)
+    fn(params, *batch(5))
+    before = loss.calls
+    for b in (5, 7, 7, 4, 9):
+        fn(params, *batch(b))
+    assert loss.calls == before + 5 and fn.trace_count == 1
+
+
+def test_losses_that_are_zero_but_for_rounding():
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).float()
+    x = torch.randn(20, 64, dtype=torch.float32)
+    y = model(x).detach()
+    loss = lambda o, y: 1 - F.cosine_similarity(o, y)  # noqa: E731
+    fn = pexgrad.per_example_value_and_grad(model, loss)
+    losses, _ = fn(dict(model.named_parameters()), x, y)
+    assert losses.abs().max() < 1e-6

@@ -1,0 +1,54 @@
+"""The ways that the code of a loss (B, ...) has gone, and how far it is known that examples stay apart on each.
+
+A number, a flag or a size of batch may lead a loss another way at a later call (`if step > 1000`). What is computed there leaves
+other records in autograd, by which a new way is noticed without a further call of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .loss_graph import LossGraph
+
+Form = tuple[Any, ...]
+
+
+def form(losses: Tensor, given: Iterable[Any]) -> Form:
+    """What autograd has recorded between the nodes of what a loss was given and the losses: operations, dimensions, uses."""
+    places: dict[Any, int] = {fn: -1 - i for i, fn in enumerate(given) if fn is not None}
+    found: list[Any] = []
+    left = [losses.grad_fn]
+    while left:
+        fn = left.pop()
+        if fn is None:
+            found.append(None)
+        elif fn in places:
+            found.append(places[fn])
+        else:
+            places[fn] = len(found)
+            found.append((fn.name(), getattr(fn, "_saved_dim", None)))
+            left += [of for of, _ in fn.next_functions]
+    return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One that the code has gone."""
+
+    graph: LossGraph | None  # None where it has none
+    together: bool = True  # whether the loss may be called for all examples at once
+    compared: set[int] = field(
+        default_factory=set
+    )  # sizes of batches of which examples were compared with the definition
+
+    def covers(self, batch: int) -> bool:
+        """Whether it is known of a batch of that size that each example has its own number, or is called for by itself."""
+        return (
+            not self.together
+            or batch in self.compared
+            or (self.graph is not None and self.graph.serves(batch))
+        )
