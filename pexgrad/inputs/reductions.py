@@ -28,7 +28,7 @@ Reduce = Callable[..., Tensor | None]  # (function, its settings, input, target)
 Sizes = dict[int, dict[int, Callable[[int], int]]]
 
 
-Step = tuple[Any, ...]  # a function, and what it was called with (see `_setting`)
+Step = tuple[Any, ...]  # a function, and what it was called with (see `OverExamples._settings`)
 
 
 class NotPerExample(Exception):

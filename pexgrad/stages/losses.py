@@ -86,9 +86,7 @@ class Losses:
     loss: ExampleLosses
     outputs: Outputs
     ways: dict[Form, Way] | None = None  # where the loss takes batches, and gives each example its own number
-    reductions: Reductions | None = (
-        None  # where it gives one number, and its reductions can be taken for each example
-    )
+    reductions: Reductions | None = None  # where it gives one number, and is made of these
 
     @property
     def batched(self) -> bool:

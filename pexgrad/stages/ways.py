@@ -41,14 +41,9 @@ class Way:
 
     graph: LossGraph | None  # None where it has none
     together: bool = True  # whether the loss may be called for all examples at once
-    compared: set[int] = field(
-        default_factory=set
-    )  # sizes of batches of which examples were compared with the definition
+    compared: set[int] = field(default_factory=set)  # with the definition: sizes of batches
 
     def covers(self, batch: int) -> bool:
-        """Whether it is known of a batch of that size that each example has its own number, or is called for by itself."""
-        return (
-            not self.together
-            or batch in self.compared
-            or (self.graph is not None and self.graph.serves(batch))
-        )
+        """Whether it is known that each example of a batch of that size has its own number, or is taken by itself."""
+        by_graph = self.graph is not None and self.graph.serves(batch)
+        return by_graph or not self.together or batch in self.compared
