@@ -10,7 +10,7 @@ import torch.nn as nn
 from cases.case import labels
 
 import pexgrad
-from pexgrad.base.compare import largest_error
+from pexgrad.base.compare import largest_error, moved
 from pexgrad.definition import verify
 from pexgrad.factors import Rows
 from pexgrad.flat import lower
@@ -104,3 +104,10 @@ def test_differences_beyond_the_range_of_the_dtype():
     name, error = largest_error({"w": large}, {"w": -large})
     assert name == "w" and error == pytest.approx(2)
     assert largest_error({"w": large}, {"w": large.clone()}) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_numbers_changed_by_one_rounding_of_their_own(dtype):
+    ones = torch.ones(4, dtype=dtype)
+    changed = moved(ones, torch.finfo(dtype).eps)
+    assert changed.dtype == dtype and bool((changed != ones).all())

@@ -248,10 +248,12 @@ def test_a_loss_is_called_once_for_a_call():
     assert loss.calls == before + 5 and fn.trace_count == 1
 
 
-def test_losses_that_are_zero_but_for_rounding():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_losses_that_are_zero_but_for_rounding(dtype):
+    torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    model = nn.Linear(64, 64).float()
-    x = torch.randn(20, 64, dtype=torch.float32)
+    model = nn.Linear(64, 64).to(dtype)
+    x = torch.randn(20, 64, dtype=dtype)
     y = model(x).detach()
     loss = lambda o, y: 1 - F.cosine_similarity(o, y)  # noqa: E731
     fn = pexgrad.per_example_value_and_grad(model, loss)

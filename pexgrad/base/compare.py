@@ -25,8 +25,15 @@ def tolerance(t: Tensor, half: bool = False) -> float:
 
 # Some gradients are rounding and nothing else: computed from parameters that are rounded otherwise they move by a large part
 # of their size (_PART), and yet by little (_ROUNDINGS roundings of one; beyond that, rounding decides on a branch). There, a
-# difference of a few times that move (_TIMES) is rounding too. Not in half precision, where a rounding is a large part.
-_PART, _ROUNDINGS, _TIMES = 0.1, 1e4, 30
+# difference of a few times that move (TIMES) is rounding too. Not in half precision, where a rounding is a large part.
+_PART, _ROUNDINGS, TIMES = 0.1, 1e4, 30
+
+
+def moved(t: Tensor, part: float) -> Tensor:
+    """`t` with each number changed by that part of it, up and down in turn."""
+    signs = torch.ones(t.numel(), device=t.device)
+    signs[::2] = -1
+    return t * (1 + (part * signs.reshape(t.shape)).to(t.dtype))
 
 
 def largest_error(
@@ -63,7 +70,7 @@ def largest_error(
 def _is_rounding(difference: float, want: Tensor, rounded: Tensor) -> bool:
     own = _norm(rounded - want)
     few = _PART * _norm(want) <= own <= _ROUNDINGS * torch.finfo(want.dtype).eps
-    return few and difference <= _TIMES * own
+    return few and difference <= TIMES * own
 
 
 def _norm(x: Tensor) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base import trees
-from ..base.compare import largest_error
+from ..base.compare import largest_error, moved
 from ..base.nodes import where
 from ..base.still import StandStill
 from ..errors import ANY_MODEL, LossError, MixedExamplesError, VerificationError
@@ -132,13 +132,10 @@ def _what(found: Mixing) -> str:
 def _moved(at: Call, part: float = 0.0) -> Call:
     """The same with every element of the parameters changed by a part of it, up or down: by two roundings at least."""
 
-    def moved(p: Tensor) -> Tensor:
-        signs = torch.ones(p.numel(), device=p.device)
-        signs[::2] = -1
-        step = max(part, 2 * torch.finfo(p.dtype).eps) * signs.reshape(p.shape)
-        return (p.detach() * (1 + step.to(p.dtype))).requires_grad_(p.requires_grad)
+    def other(p: Tensor) -> Tensor:
+        return moved(p.detach(), max(part, 2 * torch.finfo(p.dtype).eps)).requires_grad_()
 
-    return at.at({k: moved(p) if p.requires_grad else p for k, p in at.params.items()})
+    return at.at({k: other(p) if p.requires_grad else p for k, p in at.params.items()})
 
 
 def _finite(rows: dict[str, Tensor]) -> bool:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import trees
-from ..base.compare import largest_error
+from ..base.compare import TIMES, largest_error, moved
 from ..base.fakes import symbolic_len
 from ..base.modes import validated
 from ..errors import LossError, MixedExamplesError
@@ -227,8 +227,8 @@ class ExampleLosses:
             self._scalar(self.loss(trees.map_tensors(functools.partial(_rounded, steps=n), slices(b)), alone))
             for n in (0, 1, -2, 4)
         ]
-        moved = torch.stack([loss - losses[0] for loss in losses]).abs().max()
-        return bool(difference.abs() <= _TIMES * moved)
+        by_rounding = torch.stack([loss - losses[0] for loss in losses]).abs().max()
+        return bool(difference.abs() <= TIMES * by_rounding)
 
     def of_batch(self, output: Any, y: Any, batch: int) -> Tensor:
         """(b,): a loss that takes batches, summed over what is not the batch."""
@@ -268,17 +268,10 @@ class ExampleLosses:
             )
 
 
-# a difference of a few times what rounding moves a number by is rounding too
-_TIMES = 30
-
-
 def _rounded(t: Tensor, steps: int) -> Tensor:
-    """`t` with its numbers rounded up and down in turn, by so many times what one rounding does."""
-    if not (t.is_floating_point() or t.is_complex()):
-        return t
-    signs = torch.ones(t.numel(), device=t.device)
-    signs[::2] = -1
-    return t * (1 + steps * torch.finfo(t.dtype).eps * signs.reshape(t.shape)).to(t.dtype)
+    """`t` with its numbers changed by so many roundings."""
+    inexact = t.is_floating_point() or t.is_complex()
+    return moved(t, steps * torch.finfo(t.dtype).eps) if inexact else t
 
 
 def _name(loss: Any) -> str:

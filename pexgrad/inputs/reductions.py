@@ -26,8 +26,6 @@ Reduce = Callable[..., Tensor | None]  # (function, its settings, input, target)
 # of each arithmetic operation on numbers, by its place among them: argument -> what it is for a batch of so many, where it is
 # made of the size of the batch
 Sizes = dict[int, dict[int, Callable[[int], int]]]
-
-
 Step = tuple[Any, ...]  # a function, and what it was called with (see `OverExamples._settings`)
 
 
@@ -83,12 +81,16 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
+def _are_equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and a == b  # 1 is not True
+
+
 def common(one: list[Step], other: list[Step]) -> list[Step] | None:
     """The steps of a loss for any batch, from those for two sizes of batch; None where it does not do the same for both."""
 
     def joined(pair: tuple[Any, Any]) -> Any:
         a, b = pair
-        if type(a) is type(b) and a == b:
+        if _are_equal(a, b):
             return a
         if type(a) is not int or type(b) is not int:
             raise NotPerExample
@@ -106,7 +108,7 @@ def is_one_of(steps: list[Step], ways: list[list[Step]]) -> bool:
     def same(a: Any, known: Any) -> bool:
         if known is _OPEN:
             return isinstance(a, int | torch.SymInt)
-        return a is known or (type(a) is type(known) and a == known)
+        return _are_equal(a, known)
 
     def along(way: list[Step]) -> bool:
         return len(steps) == len(way) and all(
@@ -170,10 +172,9 @@ class OverExamples(TorchFunctionMode):
     def _settings(self, leaf: Any) -> Sequence[Any]:
         """What is compared of an argument: of a tensor which one it is, of a coefficient that it is one."""
         if isinstance(leaf, Tensor):
-            found = (
-                id(leaf) not in self._places
-            )  # the loss has it from elsewhere, and may have another one later
-            return [(self._place(leaf),), *(leaf.shape if found else ())]
+            # of one that the loss has from elsewhere, and may have another for later, the shape as well
+            shape = () if id(leaf) in self._places else leaf.shape
+            return [(self._place(leaf),), *shape]
         return [leaf if type(leaf) in _SETTINGS else type(leaf)]
 
     def _call(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:

@@ -160,8 +160,8 @@ class Losses:
 
     def _of_torch(self, output: Any, y: Any) -> Tensor | None:
         """(B,) losses by the reduction of one of torch's own; None where the loss itself has to be called."""
-        form = self.loss.vectorised
-        return form(output, y) if form is not None and self.outputs.plain() else None
+        vectorised = self.loss.vectorised
+        return vectorised(output, y) if vectorised is not None and self.outputs.plain() else None
 
     def are_of_one_tensor(self, tensors: Sequence[Tensor], y: Any) -> bool:
         """Whether they are computed from one tensor, for the whole batch at once."""
