@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from oracle import assert_rows_equal, rows_of
 
 import pexgrad
+from pexgrad.stages.ways import Way, Ways
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -248,9 +249,15 @@ def test_a_loss_is_called_once_for_a_call():
     assert loss.calls == before + 5 and fn.trace_count == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_losses_that_are_zero_but_for_rounding(dtype):
+@pytest.fixture
+def single():
     torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_losses_that_are_zero_but_for_rounding(dtype, single):
     torch.manual_seed(0)
     model = nn.Linear(64, 64).to(dtype)
     x = torch.randn(20, 64, dtype=dtype)
@@ -259,3 +266,24 @@ def test_losses_that_are_zero_but_for_rounding(dtype):
     fn = pexgrad.per_example_value_and_grad(model, loss)
     losses, _ = fn(dict(model.named_parameters()), x, y)
     assert losses.abs().max() < 1e-6
+
+
+def test_what_is_known_stays_within_bounds():
+    """The operations of a loss may be those of the classes that are there, other ones in each batch."""
+    ways = Ways(("first",), Way(None), 4)
+    for i in range(1000):
+        ways.keep((i,), Way(None), 5)
+        assert ways.get((i,)).covers(5) and len(ways._known) <= 256
+    assert ways.get(("first",)) is None and ways.largest == 5
+
+
+def test_a_flat_graph_of_a_loss_that_asks_for_the_number_of_examples():
+    def loss(o, y):
+        return apart(o, y).reshape(len(y), 1)
+
+    model, fn, params = setting(loss)
+    graph = fn.lower(params, *batch(5))
+    assert graph.meta["batch"] == "any"
+    for b in (5, 1, 8):
+        x, y = batch(b)
+        assert_rows_equal(graph(params, x, y), rows_of(model, loss, x, y))

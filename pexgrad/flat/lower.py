@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from ..base import trees
 from ..base.compare import largest_error
-from ..base.fakes import HINT, computes_metadata, fake, fake_batch, quiet, symbolic_mode
+from ..base.fakes import HINT, computes_metadata, fake, fake_batch, quiet, symbolic_len, symbolic_mode
 from ..base.modes import uncompiled
 from ..base.nodes import operation
 from ..base.still import StandStill
@@ -236,7 +236,7 @@ def _unflat(flat: Sequence[Tensor], call: Call, batch: Any) -> Call:
 def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
     try:
         # fused attention has no rule for vmap and no second derivative; its parts have both
-        with uncompiled(), sdpa_kernel(SDPBackend.MATH):
+        with uncompiled(), symbolic_len(), sdpa_kernel(SDPBackend.MATH):
             record = make_fx(function, BACKWARD, tracing_mode="fake", _allow_non_fake_inputs=True)
             module = record(*fakes)
     except Exception as e:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ..base import trees
 from ..base.compare import TIMES, largest_error, moved
-from ..base.fakes import symbolic_len
 from ..base.modes import validated
 from ..errors import LossError, MixedExamplesError
 from .reductions import NotPerExample, OverExamples, Sizes, Step, common
@@ -147,20 +146,23 @@ class ExampleLosses:
         self.loss = loss
         self.vectorised = vectorised(loss)
 
-    def takes_batches(self, output: Any, slices: Slices, y: Any, batch: int) -> bool:
-        """Whether it gives each example of a batch, of at least two, its own number; it is called for each example if not."""
+    def together(self, output: Any, slices: Slices, y: Any, batch: int) -> Tensor | None:
+        """(b,) where it gives each example of a batch, of at least two, its own number; None where it takes single ones.
+
+        Raises:
+            MixedExamplesError: where it gives examples other numbers by themselves.
+        """
         try:
             value = self.loss(output, y)
         except Exception:  # noqa: BLE001 - it may be written for one example; then this raises the user's error
             self.loss(slices(0), trees.examples(y, 0, 1))
-            return False
+            return None
         self._check_tensor(value)
         if value.dim() == 0:
-            return False
-        self._check_shape(value, batch)
-        together = value.reshape(batch, -1).sum(1)
-        self.refuse_mixing(together, slices, y, batch)
-        return True
+            return None
+        losses = self._of_examples(value, batch)
+        self.refuse_mixing(losses, slices, y, batch)
+        return losses
 
     def reduces(
         self, output: Callable[[], Any], slices: Slices, y: Any, batch: int, sizes: Sizes
@@ -199,8 +201,7 @@ class ExampleLosses:
             NotPerExample: where the loss does anything else.
         """
         mode = OverExamples(batch, trees.tensors((output, y)), _PER_EXAMPLE, sizes, noting)
-        symbolic = isinstance(batch, torch.SymInt)
-        with mode, symbolic_len() if symbolic else contextlib.nullcontext():
+        with mode:
             value = self.loss(output, y)
         if not mode.are_numbers(value) or not value.is_floating_point():
             raise NotPerExample
@@ -234,8 +235,7 @@ class ExampleLosses:
         """(b,): a loss that takes batches, summed over what is not the batch."""
         value = self.loss(output, y)
         self._check_tensor(value)
-        self._check_shape(value, batch)
-        return value.flatten(1).sum(1) if value.dim() > 1 else value
+        return self._of_examples(value, batch)
 
     def of_slices(self, slices: Slices, y: Any, batch: int) -> Tensor:
         """(b,): the definition, one example after the other."""
@@ -243,12 +243,13 @@ class ExampleLosses:
             [self._scalar(self.loss(slices(b), trees.examples(y, b, b + 1))) for b in range(batch)]
         )
 
-    def _check_shape(self, value: Tensor, batch: int) -> None:
+    def _of_examples(self, value: Tensor, batch: int) -> Tensor:
         if value.dim() == 0 or value.shape[0] != batch:
             raise LossError(
                 f"{_name(self.loss)} returned shape {tuple(value.shape)} for a batch of {batch}; return one number, "
                 f"or ({batch}, ...) with the losses of each example"
             )
+        return value.flatten(1).sum(1) if value.dim() > 1 else value
 
     def _scalar(self, value: Any) -> Tensor:
         self._check_tensor(value)

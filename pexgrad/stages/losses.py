@@ -24,7 +24,7 @@ from .layout import Layout
 from .loss_graph import LossGraph, recorded
 from .mixing import Mixing
 from .sample import shrunk, varied
-from .ways import Form, Way, form
+from .ways import Way, Ways, form
 
 # examples that are compared with the definition where the code of a loss goes another way: in a batch twice as large as any
 # before, of a loss that has no graph, and elsewhere
@@ -43,12 +43,11 @@ class Outputs:
         """The model's output for the batch."""
         return self.trace.output(tensors)
 
-    def example(self, tensors: Sequence[Tensor], batch: int, b: int) -> Any:
-        """The model's output for example b as a batch of one."""
+    def _parts(self, tensors: Sequence[Tensor], batch: int, b: int) -> list[Tensor]:
         parts = [
             t if at is None else at.example(t, batch, b) for t, at in zip(tensors, self.layouts, strict=True)
         ]
-        return self.trace.output([p[0] if c else p for p, c in zip(parts, self.copied, strict=True)])
+        return [p[0] if c else p for p, c in zip(parts, self.copied, strict=True)]
 
     def copy(self, tensors: Sequence[Tensor]) -> Any:
         """The output for the batch in memory of its own: a loss may write into what it is given."""
@@ -56,7 +55,11 @@ class Outputs:
 
     def slices(self, tensors: Sequence[Tensor], batch: int) -> Slices:
         """b -> the output for example b as a batch of one."""
-        return functools.partial(self.example, tensors, batch)
+        return lambda b: self.whole(self._parts(tensors, batch, b))
+
+    def copied_slices(self, tensors: Sequence[Tensor], batch: int) -> Slices:
+        """The same, each in memory of its own."""
+        return lambda b: self.copy(self._parts(tensors, batch, b))
 
     def plain(self) -> bool:
         """Whether every output has the batch on dimension 0, as torch's own losses expect."""
@@ -85,7 +88,7 @@ class Losses:
 
     loss: ExampleLosses
     outputs: Outputs
-    ways: dict[Form, Way] | None = None  # where the loss takes batches, and gives each example its own number
+    ways: Ways | None = None  # where the loss takes batches, and gives each example its own number
     reductions: Reductions | None = None  # where it gives one number, and is made of these
 
     @property
@@ -105,7 +108,7 @@ class Losses:
         return losses
 
     def _of_batch(
-        self, ways: dict[Form, Way], output: Any, tensors: Sequence[Tensor], y: Any, batch: int
+        self, ways: Ways, output: Any, tensors: Sequence[Tensor], y: Any, batch: int
     ) -> Tensor | None:
         """None where examples have to be taken by themselves."""
         given, versions = [t.grad_fn for t in tensors], [t._version for t in tensors]
@@ -117,22 +120,21 @@ class Losses:
         if way is None or not way.covers(batch) or not way.together:
             _refuse_written(tensors, versions)
         if way is None:
-            has_graphs = any(known.graph is not None for known in ways.values())
-            graph = _graph(self.loss.of_batch, self.outputs, tensors, y) if has_graphs else None
+            graph = _graph(self.loss.of_batch, self.outputs, tensors, y) if ways.graph is not None else None
             way = Way(graph, together=graph is None or graph.mixing() is None)
-        if gone not in ways or not way.covers(batch):
-            largest = max(n for known in ways.values() for n in known.compared)
-            self._compare(tensors, y, batch, _MANY if way.graph is None and batch >= 2 * largest else _FEW)
-            way.compared.add(batch)
-        ways[gone] = way
+        if ways.get(gone) is None or not way.covers(batch):
+            many = way.graph is None and batch >= 2 * ways.largest
+            self._compare(tensors, y, batch, _MANY if many else _FEW)
+            ways.keep(gone, way, batch)
         return losses if way.together else None
 
     def _compare(self, tensors: Sequence[Tensor], y: Any, batch: int, first: int) -> None:
         """Raise where the loss gives one of the first examples another number in this batch than alone."""
-        own = [t.detach().clone() for t in tensors]  # the loss may write into what it is given
         with torch.no_grad(), StandStill():
             together = self.loss.of_batch(self.outputs.copy(tensors), y, batch)
-            self.loss.refuse_mixing(together, self.outputs.slices(own, batch), y, min(batch, first))
+            self.loss.refuse_mixing(
+                together, self.outputs.copied_slices(tensors, batch), y, min(batch, first)
+            )
 
     def _of_reductions(
         self, known: Reductions, output: Any, tensors: Sequence[Tensor], y: Any, batch: int
@@ -170,8 +172,7 @@ class Losses:
 
     def mixing(self) -> Mixing | None:
         """What a loss that takes batches looks at of a whole one, as far as its code has a graph."""
-        graphs = [way.graph for way in (self.ways or {}).values() if way.graph is not None]
-        return next((found for g in graphs if (found := g.mixing()) is not None), None)
+        return None if self.ways is None or self.ways.graph is None else self.ways.graph.mixing()
 
 
 def _refuse_written(tensors: Sequence[Tensor], versions: list[int]) -> None:
@@ -188,8 +189,9 @@ def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sa
     tensors, y = [t.detach() for t in tensors], sample.y
     if any(outputs.copied) or sample.batch < 2 or by_example._of_torch(outputs.whole(tensors), y) is not None:
         return by_example
-    if loss.takes_batches(outputs.copy(tensors), outputs.slices(tensors, sample.batch), y, sample.batch):
-        return Losses(loss, outputs, ways=_first_way(loss, outputs, tensors, sample))
+    ways = _first_way(loss, outputs, tensors, sample)
+    if ways is not None:
+        return Losses(loss, outputs, ways=ways)
     if outputs.plain():
         for change in (varied, shrunk):
             found = _reduced(loss, outputs, change(tensors), sample)
@@ -198,17 +200,17 @@ def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sa
     return by_example
 
 
-def _first_way(
-    loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sample: Call
-) -> dict[Form, Way]:
-    """The way of a loss that takes batches, with its examples compared for the size of the sample."""
+def _first_way(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sample: Call) -> Ways | None:
+    """The way of a loss that takes batches, with its examples compared for the size of the sample; None for any other."""
+    y, batch = sample.y, sample.batch
     leaves = [t.clone().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
     given = [t.clone() for t in leaves]  # which may be written into
     nodes = [t.grad_fn for t in given]
     with torch.enable_grad():
-        losses = loss.of_batch(outputs.whole(given), sample.y, sample.batch)
-    graph = _graph(loss.of_batch, outputs, tensors, sample.y)
-    return {form(losses, nodes): Way(graph, compared={sample.batch})}
+        losses = loss.together(outputs.whole(given), outputs.copied_slices(tensors, batch), y, batch)
+    if losses is None:
+        return None
+    return Ways(form(losses, nodes), Way(_graph(loss.of_batch, outputs, tensors, y)), batch)
 
 
 def _graph(losses: Any, outputs: Outputs, tensors: Sequence[Tensor], y: Any) -> LossGraph | None:
@@ -236,9 +238,7 @@ def _reduced(
         return False
     # each anew: a loss may write into what it is given
     whole = functools.partial(outputs.copy, tensors)
-    ways = loss.reduces(
-        whole, lambda b: outputs.example([t.clone() for t in tensors], batch, b), y, batch, sizes
-    )
+    ways = loss.reduces(whole, outputs.copied_slices(tensors, batch), y, batch, sizes)
     if not ways:
         return None if ways is None else False
     known = Reductions(snapshot(loss.loss), graph, ways, sizes, coefficients=[])

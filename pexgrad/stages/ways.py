@@ -47,3 +47,29 @@ class Way:
         """Whether it is known that each example of a batch of that size has its own number, or is taken by itself."""
         by_graph = self.graph is not None and self.graph.serves(batch)
         return by_graph or not self.together or batch in self.compared
+
+
+# of a loss whose operations depend on its data, a loop over the classes that are there, no two batches may go the same way
+_MOST = 256
+
+
+class Ways:
+    """Those that a loss is known to go, by their form; where there are too many, the latest."""
+
+    def __init__(self, first: Form, way: Way, batch: int):
+        self.graph = way.graph  # of the first: where it has none, no other is recorded
+        self.largest = 0  # batch that examples have been compared in
+        self._known: dict[Form, Way] = {}
+        self.keep(first, way, batch)
+
+    def get(self, form: Form) -> Way | None:
+        """The way that leaves these records."""
+        return self._known.get(form)
+
+    def keep(self, form: Form, way: Way, batch: int) -> None:
+        """Remember a way whose examples have been compared in a batch of that size."""
+        way.compared.add(batch)
+        self.largest = max(self.largest, batch)
+        if len(self._known) >= _MOST and form not in self._known:
+            self._known = dict([*self._known.items()][_MOST // 2 :])
+        self._known[form] = way
