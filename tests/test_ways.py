@@ -1,5 +1,6 @@
 """Losses (B,) whose code goes another way at a later call."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -71,6 +72,37 @@ def test_what_may_mix_later_is_called_for_each_example(verify):
             pexgrad.per_example_grad(model, loss)(params, x, y)
     kind["limit"] = 1.0
     assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
+
+
+COUNTED = {
+    "counted": lambda o, y: (y == y[0]).double().mean(),
+    "of the outputs": lambda o, y: o.detach().abs().mean(),
+    "by numpy": lambda o, y: float(np.mean(y.numpy())),
+    "of each": lambda o, y: torch.bincount(y, minlength=4).double()[y],
+}
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("weight", COUNTED)
+def test_a_weight_counted_in_the_batch_later(weight, graph):
+    """What autograd records is the same."""
+    kind = {"weight": lambda o, y: 0.5}
+
+    def loss(o, y):
+        if not graph:
+            o.detach().numpy()
+        return apart(o, y) * kind["weight"](o, y)
+
+    model, fn, params = setting(loss)
+    fn(params, *batch(5))
+    kind["weight"] = COUNTED[weight]
+    x, y = torch.randn(5, 3), torch.tensor([2, 1, 1, 3, 2])
+    for _ in range(2):
+        with pytest.raises(pexgrad.MixedExamplesError, match="of a batch"):
+            fn(params, x, y)
+    kind["weight"] = lambda o, y: 0.25
+    assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
+    assert fn.trace_count == 1
 
 
 def test_another_function_with_the_same_name():
@@ -270,7 +302,8 @@ def test_losses_that_are_zero_but_for_rounding(dtype, single):
 
 def test_what_is_known_stays_within_bounds():
     """The operations of a loss may be those of the classes that are there, other ones in each batch."""
-    ways = Ways(("first",), Way(None), 4)
+    ways = Ways(None, noting=False)
+    ways.keep(("first",), Way(None), 4)
     for i in range(1000):
         ways.keep((i,), Way(None), 5)
         assert ways.get((i,)).covers(5) and len(ways._known) <= 256

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,8 @@ from .reductions import NotPerExample, OverExamples, Sizes, Step, common
 Loss = Callable[[Any, Any], Tensor]
 Slices = Callable[[int], Any]  # b -> the output of example b as a batch of one
 PerExample = Callable[[Any, Any], Tensor | None]  # None: these shapes need the definition
+Mode = AbstractContextManager[Any]
+_NO_MODE = contextlib.nullcontext()
 
 # losses whose reduction="none" is elementwise in output and target of one shape
 _ELEMENTWISE = {
@@ -146,23 +149,19 @@ class ExampleLosses:
         self.loss = loss
         self.vectorised = vectorised(loss)
 
-    def together(self, output: Any, slices: Slices, y: Any, batch: int) -> Tensor | None:
-        """(b,) where it gives each example of a batch, of at least two, its own number; None where it takes single ones.
+    def together(self, output: Any, slices: Slices, y: Any, batch: int, calls: Mode) -> Tensor | None:
+        """(b,) where it gives each example of a batch, of at least two, a number; None where it takes single ones.
 
-        Raises:
-            MixedExamplesError: where it gives examples other numbers by themselves.
+        It is called, here and in `of_batch`, in the mode `calls`.
         """
         try:
-            value = self.loss(output, y)
+            with calls:
+                value = self.loss(output, y)
         except Exception:  # noqa: BLE001 - it may be written for one example; then this raises the user's error
             self.loss(slices(0), trees.examples(y, 0, 1))
             return None
         self._check_tensor(value)
-        if value.dim() == 0:
-            return None
-        losses = self._of_examples(value, batch)
-        self.refuse_mixing(losses, slices, y, batch)
-        return losses
+        return self._of_examples(value, batch) if value.dim() else None
 
     def reduces(
         self, output: Callable[[], Any], slices: Slices, y: Any, batch: int, sizes: Sizes
@@ -231,9 +230,10 @@ class ExampleLosses:
         by_rounding = torch.stack([loss - losses[0] for loss in losses]).abs().max()
         return bool(difference.abs() <= TIMES * by_rounding)
 
-    def of_batch(self, output: Any, y: Any, batch: int) -> Tensor:
+    def of_batch(self, output: Any, y: Any, batch: int, calls: Mode = _NO_MODE) -> Tensor:
         """(b,): a loss that takes batches, summed over what is not the batch."""
-        value = self.loss(output, y)
+        with calls:
+            value = self.loss(output, y)
         self._check_tensor(value)
         return self._of_examples(value, batch)
 

@@ -11,7 +11,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,11 @@ class Snapshot(NamedTuple):
             a is b or (type(a) is type(b) and type(a) in _ATOMS and a == b)
             for a, b in zip(mine, theirs, strict=True)
         )
+
+    def is_code(self) -> bool:
+        """Whether nothing but functions was found: no number, container or object that may be another later."""
+        held = self.parameters or self.buffers or self.loose
+        return not held and all(r is _END or type(r) in (FunctionType, CodeType) for r in self.references)
 
     def _objects(self) -> list[Any]:
         return [

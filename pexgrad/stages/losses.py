@@ -24,7 +24,7 @@ from .layout import Layout
 from .loss_graph import LossGraph, recorded
 from .mixing import Mixing
 from .sample import shrunk, varied
-from .ways import Way, Ways, form
+from .ways import Calls, Way, Ways, form
 
 # examples that are compared with the definition where the code of a loss goes another way: in a batch twice as large as any
 # before, of a loss that has no graph, and elsewhere
@@ -111,11 +111,11 @@ class Losses:
         self, ways: Ways, output: Any, tensors: Sequence[Tensor], y: Any, batch: int
     ) -> Tensor | None:
         """None where examples have to be taken by themselves."""
-        given, versions = [t.grad_fn for t in tensors], [t._version for t in tensors]
-        losses = self.loss.of_batch(output, y, batch)
+        given, versions, calls = [t.grad_fn for t in tensors], [t._version for t in tensors], Calls()
+        losses = self.loss.of_batch(output, y, batch, calls if ways.noting else contextlib.nullcontext())
         if is_recorded(losses):
             return losses
-        gone = form(losses, given)
+        gone = (form(losses, given), *calls.functions)
         way = ways.get(gone)
         if way is None or not way.covers(batch) or not way.together:
             _refuse_written(tensors, versions)
@@ -202,15 +202,19 @@ def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sa
 
 def _first_way(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sample: Call) -> Ways | None:
     """The way of a loss that takes batches, with its examples compared for the size of the sample; None for any other."""
-    y, batch = sample.y, sample.batch
+    y, batch, slices = sample.y, sample.batch, outputs.copied_slices(tensors, sample.batch)
     leaves = [t.clone().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
     given = [t.clone() for t in leaves]  # which may be written into
-    nodes = [t.grad_fn for t in given]
+    nodes, calls = [t.grad_fn for t in given], Calls()
     with torch.enable_grad():
-        losses = loss.together(outputs.whole(given), outputs.copied_slices(tensors, batch), y, batch)
+        losses = loss.together(outputs.whole(given), slices, y, batch, calls)
     if losses is None:
         return None
-    return Ways(form(losses, nodes), Way(_graph(loss.of_batch, outputs, tensors, y)), batch)
+    loss.refuse_mixing(losses, slices, y, batch)
+    graph = _graph(loss.of_batch, outputs, tensors, y)
+    ways = Ways(graph, noting=graph is None or not snapshot(loss.loss).is_code())
+    ways.keep((form(losses, nodes), *(calls.functions if ways.noting else ())), Way(graph), batch)
+    return ways
 
 
 def _graph(losses: Any, outputs: Outputs, tensors: Sequence[Tensor], y: Any) -> LossGraph | None:

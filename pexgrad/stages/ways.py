@@ -1,7 +1,8 @@
 """The ways that the code of a loss (B, ...) has gone, and how far it is known that examples stay apart on each.
 
-A number, a flag or a size of batch may lead a loss another way at a later call (`if step > 1000`). What is computed there leaves
-other records in autograd, by which a new way is noticed without a further call of the loss.
+A number, a flag or a size of batch may lead a loss another way at a later call (`if step > 1000`). That is noticed without a
+further call of the loss: what is computed there leaves other records in autograd. What autograd does not follow, a weight counted
+in the batch, calls other functions of torch; they are noted where the loss reads anything that may change.
 """
 
 from __future__ import annotations
@@ -11,10 +12,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .loss_graph import LossGraph
 
 Form = tuple[Any, ...]
+
+
+class Calls(TorchFunctionMode):
+    """The functions of torch that are called, in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.functions: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 def form(losses: Tensor, given: Iterable[Any]) -> Form:
@@ -56,14 +70,14 @@ _MOST = 256
 class Ways:
     """Those that a loss is known to go, by their form; where there are too many, the latest."""
 
-    def __init__(self, first: Form, way: Way, batch: int):
-        self.graph = way.graph  # of the first: where it has none, no other is recorded
+    def __init__(self, graph: LossGraph | None, *, noting: bool):
+        self.graph = graph  # of the first: where it has none, no other is recorded
+        self.noting = noting  # whether the functions that the loss calls belong to the form of a way
         self.largest = 0  # batch that examples have been compared in
         self._known: dict[Form, Way] = {}
-        self.keep(first, way, batch)
 
     def get(self, form: Form) -> Way | None:
-        """The way that leaves these records."""
+        """The way of this form."""
         return self._known.get(form)
 
     def keep(self, form: Form, way: Way, batch: int) -> None:
