@@ -114,6 +114,17 @@ def written_memory(node: fx.Node) -> set[int]:
     return {m for n in mutated_operands(node) if (m := storage(n)) is not None}
 
 
+def put_behind(
+    node: fx.Node, target: Any, *further: Any, after: fx.Node | None = None, **settings: Any
+) -> fx.Node:
+    """An operation on a node, behind it or behind a later one, that everything else now uses in the node's place."""
+    with node.graph.inserting_after(after or node):
+        new = node.graph.call_function(target, (node, *further), settings)
+    new.meta.update(node.meta)  # the fake value too: the same memory, as far as anyone asks
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    return new
+
+
 def returned(graph: fx.Graph) -> Any:
     """What a graph returns."""
     return graph.output_node().args[0]

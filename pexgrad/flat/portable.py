@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..base.nodes import is_differentiable, put_behind, value
 from .views import shorten_views
 
 aten = torch.ops.aten
@@ -119,9 +120,5 @@ def _cut_gradients(graph: fx.Graph) -> None:
     """Let no gradient pass, so that without `create_graph` the result is a constant, as the function's is."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     for node in inputs:
-        if not node.meta["val"].is_floating_point() and not node.meta["val"].is_complex():
-            continue
-        with graph.inserting_after(inputs[-1]):
-            cut = graph.call_function(aten.detach.default, (node,))
-        cut.meta.update(node.meta)
-        node.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
+        if is_differentiable(value(node)):
+            put_behind(node, aten.detach.default, after=inputs[-1])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from ..base.nodes import mutated_operands, storage, value
+from ..base.nodes import mutated_operands, put_behind, storage, value
 from ..errors import TraceError
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ def settle_strides(graph: fx.Graph) -> None:
             storage(node) in read and node.op != "get_attr"
         ):  # the first node of this memory is the one that makes it
             read.discard(storage(node))
-            _lay_out(graph, node)
+            put_behind(node, as_traced, [s if isinstance(s, int) else None for s in value(node).stride()])
 
 
 def _reads_by_strides(node: fx.Node) -> bool:
@@ -57,14 +57,6 @@ def _count_from_operand(node: fx.Node) -> None:
 def strided_from(x: Tensor, size: Sequence[int], stride: Sequence[int], start: int) -> Tensor:
     """The view of these sizes and strides that begins so many elements after `x` does."""
     return x.as_strided(size, stride, x.storage_offset() + start)
-
-
-def _lay_out(graph: fx.Graph, made: fx.Node) -> None:
-    strides = [s if isinstance(s, int) else None for s in value(made).stride()]
-    with graph.inserting_after(made):
-        laid_out = graph.call_function(as_traced, (made, strides))
-    laid_out.meta.update(made.meta)
-    made.replace_all_uses_with(laid_out, delete_user_cb=lambda user: user is not laid_out)
 
 
 def as_traced(x: Tensor, strides: Sequence[int | None]) -> Tensor:
@@ -93,10 +85,5 @@ def copy_what_is_read_by_strides(module: fx.GraphModule) -> None:
                 f"as_strided reads a tensor of shape {tuple(value(node).shape)} that is not contiguous, which a flat graph "
                 "cannot repeat: let the model read x.contiguous(), or call the function itself"
             )
-        with graph.inserting_after(given[-1]):
-            copy = graph.call_function(
-                aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-            )
-        copy.meta.update(node.meta)
-        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        put_behind(node, aten.clone.default, after=given[-1], memory_format=torch.contiguous_format)
     module.recompile()

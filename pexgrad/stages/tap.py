@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.graph import CodeGen
 
-from ..base.nodes import mutated_operands, returned, storage, value, where
+from ..base.nodes import mutated_operands, put_behind, returned, storage, value, where
 from ..errors import ANY_MODEL, TraceError
 from ..tracing.trace import Trace
 from .parts import Part, find_parts
@@ -96,7 +96,7 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
     for site, site_uses in zip(sites, uses, strict=True):
         first_edge = len(edges)
         for out in site.outputs:
-            moved[out] = _tapped(trace, out, written=out in written, shared=len(site.outputs) > 1)
+            moved[out] = _tapped(out, written=out in written, shared=len(site.outputs) > 1)
             with graph.inserting_after(moved[out]):
                 needed = len(edges) not in parts
                 edges.append(graph.call_function(gradient_edge, (moved[out],)) if needed else None)
@@ -127,17 +127,13 @@ def own_memory(activation: Tensor) -> Tensor:
     return activation.clone() if activation._is_view() else activation
 
 
-def _tapped(trace: Trace, out: fx.Node, *, written: bool, shared: bool) -> fx.Node:
+def _tapped(out: fx.Node, *, written: bool, shared: bool) -> fx.Node:
     """The node at which `out` is tapped, and which everything else now uses in its place."""
     if not written and not shared:
         return out
     # outputs of one operation may be computed from one another: an alias separates what arrives from outside
     target = own_memory if not shared else aten.clone.default if written else aten.alias.default
-    with trace.graph.inserting_after(out):
-        new = trace.graph.call_function(target, (out,))
-    new.meta.update(out.meta)  # the fake value too: it stands for the same memory
-    out.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-    return new
+    return put_behind(out, target)
 
 
 def _last_writes(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[int | None, int]:
