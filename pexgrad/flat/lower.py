@@ -98,15 +98,16 @@ def lower(
         _refuse_stop_gradients(pipeline)
     _refuse_readings(pipeline)
     recorded = replace(options, conv_rule=_batchwise(options.conv_rule)) if any_batch else options
+    recording = _Recording(pipeline, call, recorded, answer, further)
     lowered = None
     if any_batch:
         # some operations' shape functions take no symbolic size
         with quiet(), contextlib.suppress(TraceError):
-            lowered = _record(pipeline, call, recorded, answer, further, symbolic=True)
+            lowered = recording.made(symbolic=True)
     if lowered is None or not lowered.serves(call.batch):
-        lowered = _record(pipeline, call, recorded, answer, further, symbolic=False)
+        lowered = recording.made(symbolic=False)
     if options.verify:
-        _verify(lowered, pipeline, call, options, answer, further)
+        replace(recording, options=options).verify(lowered)
     return lowered
 
 
@@ -118,73 +119,74 @@ def _refuse_readings(pipeline: Pipeline) -> None:
         )
 
 
-def _verify(
-    lowered: Lowered,
-    pipeline: Pipeline,
-    call: Call,
-    options: Options,
-    answer: Answer,
-    further: Sequence[Tensor],
-) -> None:
-    """Raise where the graph and the call itself give different results."""
+@dataclass(frozen=True, eq=False)
+class _Recording:
+    """A call to be written down as a graph."""
 
-    def error(at: Call) -> float:
+    pipeline: Pipeline
+    call: Call
+    options: Options
+    answer: Answer
+    further: Sequence[Tensor]
+
+    def made(self, *, symbolic: bool) -> Lowered:
+        """The graph, for a symbolic batch size or for that of the call."""
+        mode, env = symbolic_mode(_Fakes)
+        fakes = self._fakes(mode, symbolic)
+        batch = fakes[-1].shape[0]
+        symbol = batch.node.expr if symbolic else None  # read before anything may fix it  # pyright: ignore[reportAttributeAccessIssue]
+        found: dict[str, Any] = {}
+
+        def run(*flat: Tensor) -> list[Tensor]:
+            jacobian = self.pipeline.jacobian(_unflat(flat, self.call, batch), self.options)
+            further = flat[len(flat) - len(self.further) :]
+            leaves, found["spec"] = pytree.tree_flatten(self.answer(jacobian, *further))
+            return leaves
+
+        numbers: list[Any] = []
+        with noting_numbers(numbers):
+            module = _make_graph(run, fakes)
+        without_checks(module)
+        reshape_views(module)
+        if any(map(_writes, module.graph.nodes)):
+            functional = dispatch_functionalize(module, FunctionalTensorMode())
+            # derivatives are in the graph by now, and what the model did without autograd no longer says so
+            module = _make_graph(functional, [t.detach() for t in fakes])
+        make_portable(module, differentiable=self.options.create_graph)
+        copy_what_is_read_by_strides(module)
+        if symbol is None:
+            return Lowered(module, found["spec"], (), int(batch), bool(numbers))
+        return Lowered(module, found["spec"], tuple(_guards(env, symbol)), symbol, bool(numbers))
+
+    def _fakes(self, mode: FakeTensorMode, symbolic: bool) -> list[Tensor]:
+        call = self.call
+        return [
+            *(fake(mode, p).requires_grad_(k in call.trainable) for k, p in call.params.items()),
+            *(fake(mode, b) for b in call.buffers),
+            *(
+                fake_batch(mode, t, HINT if symbolic else t.shape[0], fixed=not symbolic)
+                for t in (*call.inputs(), *call.targets(), *self.further)
+            ),
+        ]
+
+    def verify(self, lowered: Lowered) -> None:
+        """Raise where the graph and the call itself give different results."""
+        found = self._error(lowered, self.call)
+        if found and all(self._error(lowered, near) for near in nearby(self.call.at_leaves(), found)):
+            raise VerificationError(
+                f"the flat graph of this call differs from the call itself by a relative error of {found:.1e}; "
+                "call the function itself"
+            )
+
+    def _error(self, lowered: Lowered, at: Call) -> float:
         with StandStill():
-            want = answer(pipeline.jacobian(at.at_leaves(), options), *further)
-            got = lowered.run([*at.flat(), *further])
+            want = self.answer(self.pipeline.jacobian(at.at_leaves(), self.options), *self.further)
+            got = lowered.run([*at.flat(), *self.further])
         results = (
             {str(i): t.detach() for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want)
         )
-        worst = largest_error(*results, half=pipeline.trace.rounds_to_half())
+        worst = largest_error(*results, half=self.pipeline.trace.rounds_to_half())
         return 0.0 if worst is None else worst[1]
-
-    found = error(call)
-    if found and all(error(near) for near in nearby(call.at_leaves(), found)):
-        raise VerificationError(
-            f"the flat graph of this call differs from the call itself by a relative error of {found:.1e}; "
-            "call the function itself"
-        )
-
-
-def _record(
-    pipeline: Pipeline,
-    call: Call,
-    options: Options,
-    answer: Answer,
-    further: Sequence[Tensor],
-    *,
-    symbolic: bool,
-) -> Lowered:
-    mode, env = symbolic_mode(_Fakes)
-    examples = [*call.inputs(), *call.targets(), *further]
-    fakes = [
-        *(fake(mode, p).requires_grad_(k in call.trainable) for k, p in call.params.items()),
-        *(fake(mode, b) for b in call.buffers),
-        *(fake_batch(mode, t, HINT if symbolic else t.shape[0], fixed=not symbolic) for t in examples),
-    ]
-    batch = fakes[-len(examples)].shape[0]
-    symbol = batch.node.expr if symbolic else None  # read before anything may fix it  # pyright: ignore[reportAttributeAccessIssue]
-    found: dict[str, Any] = {}
-
-    def run(*flat: Tensor) -> list[Tensor]:
-        jacobian = pipeline.jacobian(_unflat(flat, call, batch), options)
-        leaves, found["spec"] = pytree.tree_flatten(answer(jacobian, *flat[len(flat) - len(further) :]))
-        return leaves
-
-    numbers: list[Any] = []
-    with noting_numbers(numbers):
-        module = _make_graph(run, fakes)
-    without_checks(module)
-    reshape_views(module)
-    if any(map(_writes, module.graph.nodes)):
-        functional = dispatch_functionalize(module, FunctionalTensorMode())
-        # derivatives are in the graph by now, and what the model did without autograd no longer says so
-        module = _make_graph(functional, [t.detach() for t in fakes])
-    make_portable(module, differentiable=options.create_graph)
-    copy_what_is_read_by_strides(module)
-    if symbol is None:
-        return Lowered(module, found["spec"], (), int(batch), bool(numbers))
-    return Lowered(module, found["spec"], tuple(_guards(env, symbol)), symbol, bool(numbers))
 
 
 def _guards(env: ShapeEnv, batch: sympy.Symbol) -> Iterator[sympy.Basic]:
