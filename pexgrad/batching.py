@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .base import nested, trees
-from .base.checks import positive_int
+from .base.checks import one_of, positive_int
 from .calls.compose import Composable
 from .calls.loaders import Unpack, pairs
 from .calls.results import check_joinable, join
@@ -90,8 +90,7 @@ def ensemble(fn: Function, *, stacked_data: bool = False, how: str = "auto") -> 
         InputError: where the members cannot be counted.
         PexgradError: with `how="together"`, where the call has no flat graph.
     """
-    if how not in _WAYS:
-        raise InputError(f"how={how!r} is not one of {', '.join(map(repr, _WAYS))}")
+    one_of(how, _WAYS, "how")
 
     def over_members(params: Mapping[str, Any], x: Any, y: Any = None) -> Any:
         members = _members(params)
@@ -183,9 +182,9 @@ def chunked(fn: Function, size: int) -> Function:
 
     def in_chunks(params: Any, x: Any, y: Any = None) -> Any:
         batch = trees.batch_size(trees.flatten(trees.as_call(x))[0], trees.flatten(y)[0])
-        starts = range(0, batch, size) or range(1)  # an empty batch is one empty chunk
         return join(
-            fn(params, trees.examples(x, b, b + size), trees.examples(y, b, b + size)) for b in starts
+            fn(params, *(trees.examples(tree, s.start, s.stop) for tree in (x, y)))
+            for s in trees.runs(batch, size)
         )
 
     return in_chunks

@@ -24,7 +24,7 @@ from .stages.layout import Layout
 from .stages.losses import Losses, Outputs, decided
 from .stages.plan import Use, nodes_needed, plan_site
 from .stages.probe import Layouts, first_layouts, probe, refuse_mixing_in
-from .stages.rewrite import Output, rewrite
+from .stages.rewrite import rewrite
 from .stages.sample import alike, draw, still_alike
 from .stages.sites import Operand, Site, find_sites
 from .stages.tap import Program, Slots, tap
@@ -99,7 +99,7 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
     trainable = set(call.trainable)
     traced = rehearsed(model, call, lambda: _trace_serving(model, call))
     held = call.module.contents() if traced.reads_numbers else call.module.places(traced.constants())
-    kinds = rewrite(traced, call.params, trainable)
+    copied = rewrite(traced, call.params, trainable)
     sites = find_sites(traced, trainable)
     uses = [plan_site(s, traced.batch) for s in sites]
     windows = {o.node: find_window(traced, o, call.params) for s in sites for o in s.operands}
@@ -113,7 +113,7 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
                 raise
             sample = draw(traced.serves, call, scramble=False)
             layouts = _layouts(traced, sites, program, sample)
-        outputs = Outputs(traced, layouts.outputs, [k is Output.COPIED for k in kinds])
+        outputs = Outputs(traced, layouts.outputs, copied)
         if call.batch > sample.batch:
             refuse_mixing_in(call.at_leaves(), traced, program, layouts.outputs)
         losses = decided(loss, outputs, program.run(sample.values()).outputs, sample)

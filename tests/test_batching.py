@@ -295,6 +295,12 @@ def test_nested_rows():
     assert module.a.weight.grad.sum() == 6
 
 
+def test_rows_with_one_name_for_two_entries():
+    row = torch.randn(5, 2)
+    with pytest.raises(pexgrad.InputError, match=r"two entries for 'a\.w'"):
+        R.norms({"a.w": row, "a": {"w": row}})
+
+
 def test_results_that_cannot_be_put_together():
     model, params, x, y = mlp()
     fn = pexgrad.per_example_jacobian(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import weakref
 from collections import Counter
@@ -15,7 +16,9 @@ from oracle import assert_rows_equal, copied, losses_of, norms_of, rows_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pexgrad
+from pexgrad.extend import replaced
 from pexgrad.operator.jacobian import Jacobian
+from pexgrad.stages.layout import Anywhere
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -118,17 +121,26 @@ def test_a_row_of_norm_zero_does_not_become_nan(how):
     assert all(g.isfinite().all() for g in out.grads.values())
 
 
+@pytest.mark.parametrize("rule", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_small_weights_do_not_vanish_in_half_precision(dtype):
+def test_small_weights_do_not_vanish_in_half_precision(dtype, rule):
     """Here 1 / max(1, |g| / C) is below what float16 can hold."""
     model, x = torch.nn.Linear(8, 8).to(dtype), (torch.randn(6, 5, 8) * 3).to(dtype)
     loss = lambda out, y: (out.float() * 100).flatten(1).sum(1)  # noqa: E731
     rows = {k: r.float() for k, r in rows_of(model, loss, x, None).items()}
-    out = pexgrad.clipped_grad(model, loss, max_norm=1e-3)(named(model), x)
+    linear = torch.ops.aten.linear.default
+    with contextlib.nullcontext() if rule else replaced(linear, "weight", None):
+        out = pexgrad.clipped_grad(model, loss, max_norm=1e-3)(named(model), x)
     assert out.norms.dtype == torch.float32
     assert_rows_equal(
         {k: g.float() for k, g in out.grads.items()}, summed(rows, flat_weights(norms_of(rows), 1e-3)), 0.01
     )
+
+
+def test_sums_of_cotangents_by_small_weights():
+    """Those of copies of parameters that any example may use, (b, *shape)."""
+    x, weights = torch.full((3, 4, 2), 1e4).half(), torch.tensor([1e-8, 2e-8, 3e-8])
+    torch.testing.assert_close(Anywhere().scale(x, weights), torch.full((4, 2), 6e-4).half())
 
 
 def test_derivatives_where_a_norm_is_zero():

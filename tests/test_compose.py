@@ -478,6 +478,13 @@ def test_one_name_for_two_parameters_is_refused():
         )
 
 
+def test_nested_numbers_inside_compiled_code():
+    params, x = {0: {"w": torch.randn(4, 3)}}, torch.randn(5, 4)
+    fn = pexgrad.per_example_grad(lambda p, x: x @ p[0]["w"])
+    y = torch.arange(5) % 3
+    assert_same(torch.compile(lambda x: fn(params, x, y), backend="eager")(x), fn(params, x, y))
+
+
 def numbered_net(p, x):
     return torch.tanh(x @ p[0] + p[1]) @ p[2]
 

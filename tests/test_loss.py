@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -393,3 +395,15 @@ def test_a_loss_that_the_model_has_averaged_itself(loss):
         pexgrad.per_example_grad(model, loss)(
             dict(model.named_parameters()), (torch.randn(4, 4), torch.arange(4) % 3)
         )
+
+
+def test_nothing_keeps_a_loss_alive():
+    def made():
+        table, model = torch.randn(7, 5), nn.Linear(4, 5)
+        fn = pexgrad.per_example_grad(model, lambda o, y: (o[:, None] - table).square().sum((1, 2)))
+        fn(dict(model.named_parameters()), torch.randn(3, 4))
+        return weakref.ref(table)
+
+    held = made()
+    gc.collect()
+    assert held() is None

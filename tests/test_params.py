@@ -116,6 +116,19 @@ def test_an_unused_parameter_has_rows_of_zeros(strategy):
     assert rows["unused.weight"].shape == (3, 3, 2) and not rows["unused.weight"].any()
 
 
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes_where_a_parameter_is_not_used(dtype, used):
+    """Those that there would be if it were."""
+    model = Net(lambda s, x: s.used(x), used=nn.Linear(4, 5), unused=nn.Linear(2, 3)).to(dtype)
+    model.used.requires_grad_(used)
+    jacobian = pexgrad.per_example_jacobian(model)(named(model), batch()[0].to(dtype), batch()[1])
+    wide = torch.float32 if dtype is torch.bfloat16 else dtype
+    direction = {k: torch.zeros_like(p) for k, p in jacobian.leaves.items()}
+    each = jacobian.norms(per_param=True).values()
+    assert {n.dtype for n in [*each, jacobian.norms(), jacobian @ direction, jacobian.gram()]} == {wide}
+
+
 def test_two_functions_of_one_model_do_not_disturb_each_other():
     model, (x, y) = net(), batch()
     first, second = pexgrad.per_example_grad(model), pexgrad.per_example_grad(model, wave)

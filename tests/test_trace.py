@@ -305,3 +305,32 @@ def test_a_batch_that_is_laid_out_otherwise(flat, first):
     batches = {"dense": torch.randn(5, 3, 4), "strided": torch.randn(10, 3, 4)[::2]}
     for kind in (first, "dense", "strided"):
         check(fn, model, batches[kind], None, wave)
+
+
+def test_another_default_dtype_is_another_signature():
+    """Of numbers that the code makes."""
+    model = Net(lambda s, x: s.linear(x) * torch.tensor(0.1), linear=nn.Linear(4, 5))
+    fn = pexgrad.per_example_grad(model)
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            check(fn, model, torch.randn(3, 4, dtype=torch.float64), labels(3))
+    finally:
+        torch.set_default_dtype(torch.float64)
+    assert fn.trace_count == 2
+
+
+def test_a_tensor_that_the_model_writes_to():
+    """What is in no buffer is written to where the model's own code runs, in a trace, and by no later call."""
+    model = Net(lambda s, x: s.linear(x) + 0 * s.calls.add_(1).sum(), linear=nn.Linear(4, 5))
+    model.calls = torch.zeros(2)
+    fn = pexgrad.per_example_grad(model)
+    check(fn, model, torch.randn(3, 4), labels(3))
+    before = model.calls.clone()
+    for b in (3, 5):
+        fn(named(model), torch.randn(b, 4), labels(b))
+    assert torch.equal(model.calls, before) and fn.trace_count == 1
+    model = Net(lambda s, x: s.linear(x) * s.calls.add_(1), linear=nn.Linear(4, 5))
+    model.calls = torch.zeros(5)
+    with pytest.raises(pexgrad.VerificationError):
+        pexgrad.per_example_grad(model)(named(model), torch.randn(3, 4), labels(3))

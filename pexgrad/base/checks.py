@@ -12,6 +12,12 @@ from torch import Tensor
 from ..errors import InputError
 
 
+def one_of(value: Any, choices: Sequence[str], name: str) -> None:
+    """Raise where `value` is none of the choices."""
+    if value not in choices:
+        raise InputError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
+
+
 def positive_int(value: Any, name: str) -> None:
     """Raise where `value` is not an integer above zero."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:

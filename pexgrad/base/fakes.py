@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -69,6 +70,21 @@ def symbolic_mode(kind: type[FakeTensorMode] = FakeTensorMode) -> tuple[FakeTens
     """A mode in which sizes may be symbolic, 0 and 1 among what they may be, and equal ones are one symbol; and their guards."""
     env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
     return kind(shape_env=env, allow_non_fake_inputs=True), env
+
+
+@dataclass(frozen=True, eq=False)
+class Guards:
+    """What a recording takes for granted of the batch size."""
+
+    batch: Any  # its symbol
+    conditions: tuple[Any, ...]
+    _known: dict[int, bool] = field(default_factory=dict)
+
+    def hold(self, batch: int) -> bool:
+        """Whether the code goes the same way for a batch of that size."""
+        if batch not in self._known:
+            self._known[batch] = all(bool(g.subs(self.batch, batch)) for g in self.conditions)
+        return self._known[batch]
 
 
 def fake(mode: FakeTensorMode, t: Tensor) -> Tensor:

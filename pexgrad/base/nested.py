@@ -23,19 +23,12 @@ def is_nested(params: Any) -> bool:
 
 def structure(params: Mapping[str, Any]) -> Structure:
     """The path to each tensor."""
-    paths = tuple(path for path, _ in _leaves(params, ()))
-    names = [_joined(p) for p in paths]
-    twice = sorted({n for n in names if names.count(n) > 1})
-    if twice:
-        raise InputError(
-            f"params holds two entries for {', '.join(map(repr, twice))}: as a path of keys joined by dots, and once more"
-        )
-    return paths
+    return tuple(path for path, _ in _by_name(params).values())
 
 
 def flatten(params: Mapping[str, Any]) -> dict[str, Any]:
     """name -> tensor, where the name of a nested entry is its path joined by dots."""
-    return {_joined(path): leaf for path, leaf in _leaves(params, ())}
+    return {name: leaf for name, (_, leaf) in _by_name(params).items()}
 
 
 def nest(flat: Mapping[str, Any], paths: Structure) -> dict[str, Any]:
@@ -45,7 +38,7 @@ def nest(flat: Mapping[str, Any], paths: Structure) -> dict[str, Any]:
         at = result
         for key in path[:-1]:
             at = at.setdefault(key, {})
-        at[path[-1]] = flat[_joined(path)]
+        at[path[-1]] = flat[name_of(path)]
     return result
 
 
@@ -56,7 +49,7 @@ def like(params: Mapping[str, Any], flat: dict[str, Any]) -> dict[str, Any]:
 
 def at(paths: Structure, leaves: Sequence[Any]) -> dict[str, Any]:
     """The nested dict with these leaves at these paths."""
-    return nest({_joined(path): leaf for path, leaf in zip(paths, leaves, strict=True)}, paths)
+    return nest({name_of(path): leaf for path, leaf in zip(paths, leaves, strict=True)}, paths)
 
 
 def taking_flat(function: Callable[..., Any], paths: Structure) -> Callable[..., Any]:
@@ -68,8 +61,21 @@ def taking_flat(function: Callable[..., Any], paths: Structure) -> Callable[...,
     return flat_function
 
 
-def _joined(path: tuple[str, ...]) -> str:
+def name_of(path: tuple[Any, ...]) -> str:
+    """The flat name of the entry at a path of keys."""
     return ".".join(map(str, path))
+
+
+def _by_name(params: Mapping[str, Any]) -> dict[str, tuple[tuple[str, ...], Any]]:
+    """name -> (path, tensor)."""
+    found: dict[str, tuple[tuple[str, ...], Any]] = {}
+    for path, leaf in _leaves(params, ()):
+        if (name := name_of(path)) in found:
+            raise InputError(
+                f"params holds two entries for {name!r}: as a path of keys joined by dots, and once more"
+            )
+        found[name] = path, leaf
+    return found
 
 
 def _leaves(params: Mapping[str, Any], prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

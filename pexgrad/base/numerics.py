@@ -43,8 +43,13 @@ def accumulable(x: Tensor) -> Tensor:
 
 def weighted(x: Tensor, weights: Tensor) -> Tensor:
     """`x` (b, ...) with example b multiplied by weights[b], rounded once: a clipping weight may vanish in float16."""
+    return product(x, weights.reshape(-1, *[1] * (x.dim() - 1)))
+
+
+def product(x: Tensor, weights: Tensor) -> Tensor:
+    """`x` times weights that broadcast against it, rounded once to the dtype of `x`."""
     wide = accumulable(x) if x.dtype != weights.dtype else x
-    return (wide * weights.to(wide.dtype).reshape(-1, *[1] * (x.dim() - 1))).to(x.dtype)
+    return (wide * weights.to(wide.dtype)).to(x.dtype)
 
 
 def weighted_pair(g: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

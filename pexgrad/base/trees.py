@@ -7,7 +7,7 @@ a tree are taken apart field by field.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -122,11 +122,12 @@ def batch_size(x_leaves: list[Any], y_leaves: list[Any]) -> int:
     return batch
 
 
+def runs(batch: int, size: int) -> Iterator[slice]:
+    """A batch in runs of at most `size` examples; an empty one is one empty run."""
+    for start in range(0, batch, size) or range(1):
+        yield slice(start, min(start + size, batch))
+
+
 def examples(tree: Any, start: int, stop: int) -> Any:
     """Examples `start` to `stop` of every tensor in `tree`, still with a batch dimension."""
     return map_tensors(lambda t: t[start:stop], tree)
-
-
-def take(tree: Any, index: list[int]) -> Any:
-    """The examples `index` of every tensor in `tree`; repeats are allowed."""
-    return map_tensors(lambda t: t[torch.tensor(index, device=t.device)], tree)

@@ -159,7 +159,7 @@ def _fake_call(
 ) -> list[Tensor]:
     params, x, y, *_ = _filled(template, tensors)
     flat = nested.flatten(params)
-    entries = [flat[".".join(path)] for path in _paths(name, template)]
+    entries = [flat[nested.name_of(path)] for path in _paths(name, template)]
     (batch, *_) = (t.shape[0] for t in trees.tensors((x, y)))
     return _transform(name)._outline(entries, batch, device)
 

@@ -51,7 +51,7 @@ class Repeats:
     """A transform's calls, counted and with their graphs, for each pipeline and batch size."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Pipeline, int, torch.dtype, bool], _Repeated] = {}
+        self._known: dict[tuple[Pipeline, int, bool], _Repeated] = {}
 
     def clear(self) -> None:
         """Forget the calls, and their graphs."""
@@ -65,7 +65,7 @@ class Repeats:
             return eagerly()
         with transform._lock:
             transform._notice_reads()
-            key = transform._pipeline(call), call.batch, torch.get_default_dtype(), out is not None
+            key = transform._pipeline(call), call.batch, out is not None
             known = self._known.setdefault(key, _Repeated())
         if known.graph is not None:
             return _run(known.graph, call, out)

@@ -100,8 +100,8 @@ class Transform(Composable):
 
     def _chunks(self, call: Call) -> Iterator[tuple[slice, Call]]:
         size = self._chunk_size(call)
-        for b in range(0, call.batch, size) or range(1):  # an empty batch is one empty chunk
-            yield slice(b, b + size), call if size >= call.batch else call.examples(b, b + size)
+        for s in trees.runs(call.batch, size):
+            yield s, call if size >= call.batch else call.examples(s.start, s.stop)
 
     def _chunk_size(self, call: Call) -> int:
         return self._options.chunk_size or max(1, call.batch)
@@ -180,7 +180,8 @@ class Transform(Composable):
             tuple((k, b.shape, b.dtype, b.device, _strides(b)) for k, b in call.module.buffers.items()),
             tuple(call.trainable),
             spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
-            tuple(map(_autocast, sorted({"cpu", *(p.device.type for p in call.params.values())}))), global_hooks(),
+            tuple(map(_autocast, sorted({"cpu", *(p.device.type for p in call.params.values())}))),
+            global_hooks(), torch.get_default_dtype(),
         )  # fmt: skip
 
 

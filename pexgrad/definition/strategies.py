@@ -7,7 +7,6 @@ at a batch of one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +20,9 @@ from ..operator.jacobian import Jacobian
 from ..operator.pullback import history
 
 
-def _example_loss(
-    model: Bound, losses: ExampleLosses, params: dict[str, Tensor], x: Any, y: Any, b: int
-) -> Tensor:
-    x, y = (trees.examples(tree, b, b + 1) for tree in (x, y))
-    output, y = model.run(params, x), trees.map_tensors(torch.clone, y)  # the loss may write to it
+def _example_loss(model: Bound, losses: ExampleLosses, one: Call) -> Tensor:
+    output = model.run(one.params, one.x)
+    y = trees.map_tensors(torch.clone, one.y)  # the loss may write to it
     return losses.of_slices(lambda _: output, y, 1)[0]
 
 
@@ -42,7 +39,8 @@ def _refuse_other_ways(loss: Tensor, model: Bound, at: Call) -> None:
         )
 
 
-def _grad(loss: Tensor, leaves: list[Tensor], create_graph: bool) -> list[Tensor]:
+def grad_or_zeros(loss: Tensor, leaves: list[Tensor], create_graph: bool = False) -> list[Tensor]:
+    """The gradient with respect to each leaf, dense; zeros where the loss does not depend on it."""
     if not loss.requires_grad:
         return [torch.zeros_like(p) for p in leaves]
     grads = torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=create_graph)
@@ -54,10 +52,10 @@ def naive(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = Fals
     losses, rows = [], []
     with torch.enable_grad():
         for b in range(at.batch):
-            value = _example_loss(model, loss, at.params, at.x, at.y, b)
+            value = _example_loss(model, loss, at.examples(b, b + 1))
             if not b:
                 _refuse_other_ways(value, model, at)
-            rows.append(_grad(value, [at.params[k] for k in at.trainable], create_graph))
+            rows.append(grad_or_zeros(value, [at.params[k] for k in at.trainable], create_graph))
             losses.append(value if create_graph else value.detach())
     return _stacked(losses, rows, at, create_graph)
 
@@ -68,12 +66,12 @@ def multi(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = Fals
     with torch.enable_grad():
         for b in range(at.batch):
             mine = {k: p.view_as(p) for k, p in at.params.items()}
-            losses.append(_example_loss(model, loss, mine, at.x, at.y, b))
+            losses.append(_example_loss(model, loss, at.examples(b, b + 1).at(mine)))
             if not b:
                 _refuse_other_ways(losses[0], model, at)
             aliases.append([mine[k] for k in at.trainable])
         flat = [a for mine in aliases for a in mine]
-        grads = _grad(torch.stack(losses).sum(), flat, create_graph)
+        grads = grad_or_zeros(torch.stack(losses).sum(), flat, create_graph)
     n = len(at.trainable)
     rows = [grads[b * n : (b + 1) * n] for b in range(at.batch)]
     return _stacked([v if create_graph else v.detach() for v in losses], rows, at, create_graph)

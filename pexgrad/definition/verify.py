@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..inputs.rebind import Bound
 from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline
 from ..stages.mixing import Mixing, first_mixing
-from .strategies import naive
+from .strategies import grad_or_zeros, naive
 
 
 def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sample: Call) -> None:
@@ -68,10 +68,9 @@ def _refuse_comparing(model: Bound, loss: ExampleLosses, at: Call, want: Jacobia
 _BRANCHES, _NEARBY = 0.3, (0.01, 0.02)
 
 
-def nearby(at: Call, error: float) -> Iterator[Call]:
-    """Points to look at again, where results differ at one point by an error that a branch may account for."""
-    if error <= _BRANCHES:
-        yield from (_moved(at, part) for part in _NEARBY)
+def agree_nearby(at: Call, error: float, agree: Callable[[Call], bool]) -> bool:
+    """Whether results that differ at one point, by an error that a branch may account for, agree at another close to it."""
+    return error <= _BRANCHES and any(agree(_moved(at, part)) for part in _NEARBY)
 
 
 def _wrong(
@@ -89,12 +88,14 @@ def _wrong(
 
 def _agrees_elsewhere(pipeline: Pipeline, model: Bound, loss: ExampleLosses, at: Call, error: float) -> bool:
     """Whether a difference is that of a few branches, on which rounding decided at this very point."""
-    for near in nearby(at, error):
-        if pipeline.trace.follows(near):
-            want = naive(model, loss, near)
-            if _finite(want.rows()) and _wrong(pipeline, model, loss, near, want) is None:
-                return True
-    return False
+
+    def agrees(near: Call) -> bool:
+        if not pipeline.trace.follows(near):
+            return False
+        want = naive(model, loss, near)
+        return _finite(want.rows()) and _wrong(pipeline, model, loss, near, want) is None
+
+    return agree_nearby(at, error, agrees)
 
 
 def _difference(
@@ -164,11 +165,7 @@ def _copies_agree_on(row: dict[str, Tensor], pipeline: Pipeline, model: Bound, a
         if len(tensors) != len(pipeline.losses.outputs.layouts):
             return False
         part = pipeline.losses(tensors, at.y, at.batch).sum() / at.batch
-        grads = torch.autograd.grad(part, [at.params[k] for k in row], allow_unused=True)
-    want = {
-        k: torch.zeros_like(at.params[k]) if g is None else g.to_dense()
-        for k, g in zip(row, grads, strict=True)
-    }
+        want = dict(zip(row, grad_or_zeros(part, [at.params[k] for k in row]), strict=True))
     return largest_error(row, want, pipeline.trace.rounds_to_half()) is None
 
 

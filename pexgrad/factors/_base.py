@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..base.numerics import accumulable, dots, flat, gather, is_half, real, square, squared_norms, total
+from ..base.trees import runs
 from .norm_cost import ROWS, NormCost
 
 if TYPE_CHECKING:
@@ -169,6 +170,4 @@ def slices(batch: int, bytes_of_example: int, limit: int | None = None) -> Itera
     if isinstance(batch, torch.SymInt):  # a graph for every batch size has no loop over it
         yield slice(0, batch)
         return
-    size = max(1, (limit or PIECE_BYTES) // max(1, bytes_of_example))
-    for start in range(0, batch, size) or range(1):  # an empty batch is one empty piece
-        yield slice(start, min(start + size, batch))
+    yield from runs(batch, max(1, (limit or PIECE_BYTES) // max(1, bytes_of_example)))

@@ -13,22 +13,12 @@ from torch import Tensor
 
 from ..base.fakes import is_recorded
 from ..base.numerics import accumulable, channels_last, dots, gather, into, may_write, weighted_pair
-from ..errors import InputError
 from . import choice
 from ._base import BLOCK_BYTES, PIECE_BYTES, Factor
 from .balance import balance
 from .convolving import Geometry, convolve, grouped, joint, lower, unfold, weight_gradient, window_gram
 from .norm_cost import GRAM, NormCost, of_convolution
 from .outer import Outer
-
-CONV_RULES = ("auto", "measure", "grouped", "unfold", "loop")
-
-
-def check_conv_rule(rule: str) -> None:
-    """Raise where the option names no algorithm."""
-    if rule not in CONV_RULES:
-        raise InputError(f"conv_rule={rule!r} is not one of {', '.join(map(repr, CONV_RULES))}")
-
 
 _AT_ONCE = {"grouped": grouped, "lower": lower, "joint": joint}
 

@@ -31,11 +31,11 @@ from torch.utils import _pytree as pytree
 
 from ..base import trees
 from ..base.compare import largest_error
-from ..base.fakes import HINT, computes_metadata, fake, fake_batch, quiet, symbolic_len, symbolic_mode
+from ..base.fakes import HINT, Guards, computes_metadata, fake, fake_batch, quiet, symbolic_len, symbolic_mode
 from ..base.modes import uncompiled
 from ..base.nodes import operation
 from ..base.still import StandStill
-from ..definition.verify import nearby
+from ..definition.verify import agree_nearby
 from ..errors import TraceError, VerificationError, first_line
 from ..inputs.arguments import Options
 from ..inputs.call import Call
@@ -60,15 +60,14 @@ class Lowered:
 
     module: fx.GraphModule
     spec: pytree.TreeSpec  # of the result
-    guards: tuple[sympy.Basic, ...]
-    batch: sympy.Symbol | int
+    batch: int | Guards  # the one size that it is for, or what holds for those that it is for
     reads_numbers: bool  # whether Python code took numbers out of constants
 
     def serves(self, batch: int) -> bool:
         """Whether the graph is right for this batch size."""
         if isinstance(self.batch, int):
             return batch == self.batch
-        return all(bool(g.subs(self.batch, batch)) for g in self.guards)
+        return self.batch.hold(batch)
 
     def sizes(self, batch: int) -> tuple[int, int | None]:
         """The smallest and the largest batch size, around `batch`, that the graph serves; None: there is no largest."""
@@ -154,9 +153,8 @@ class _Recording:
             module = _make_graph(functional, [t.detach() for t in fakes])
         make_portable(module, differentiable=self.options.create_graph)
         copy_what_is_read_by_strides(module)
-        if symbol is None:
-            return Lowered(module, found["spec"], (), int(batch), bool(numbers))
-        return Lowered(module, found["spec"], tuple(_guards(env, symbol)), symbol, bool(numbers))
+        served = int(batch) if symbol is None else Guards(symbol, tuple(_guards(env, symbol)))
+        return Lowered(module, found["spec"], served, bool(numbers))
 
     def _fakes(self, mode: FakeTensorMode, symbolic: bool) -> list[Tensor]:
         call = self.call
@@ -172,7 +170,8 @@ class _Recording:
     def verify(self, lowered: Lowered) -> None:
         """Raise where the graph and the call itself give different results."""
         found = self._error(lowered, self.call)
-        if found and all(self._error(lowered, near) for near in nearby(self.call.at_leaves(), found)):
+        agrees = lambda near: not self._error(lowered, near)  # noqa: E731
+        if found and not agree_nearby(self.call.at_leaves(), found, agrees):
             raise VerificationError(
                 f"the flat graph of this call differs from the call itself by a relative error of {found:.1e}; "
                 "call the function itself"

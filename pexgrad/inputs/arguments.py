@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..base import trees
-from ..base.checks import positive_int
+from ..base.checks import one_of, positive_int
 from ..base.memory import refuse_shared
 from ..errors import InputError
-from ..factors.conv import check_conv_rule
 from .call import Call
 from .rebind import Bound
 from .snapshot import snapshot
@@ -22,6 +21,7 @@ from .snapshot import snapshot
 Params = Mapping[str, Tensor]
 
 STRATEGIES = ("crb", "multi", "naive")
+CONV_RULES = ("auto", "measure", "grouped", "unfold", "loop")
 
 
 class OptionArguments(TypedDict, total=False):
@@ -65,11 +65,10 @@ class Options:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise InputError(f"strategy={self.strategy!r} is not one of {', '.join(map(repr, STRATEGIES))}")
+        one_of(self.strategy, STRATEGIES, "strategy")
         if self.chunk_size is not None:
             positive_int(self.chunk_size, "chunk_size")
-        check_conv_rule(self.conv_rule)
+        one_of(self.conv_rule, CONV_RULES, "conv_rule")
 
 
 def check_call(model: Bound, params: Params, x: Any, y: Any) -> Call:

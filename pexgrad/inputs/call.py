@@ -78,19 +78,20 @@ class Call:
     def examples(self, start: int, stop: int) -> Call:
         """The same on some of the examples."""
         stop = min(stop, self.batch)
-        x, y = (trees.examples(tree, start, stop) for tree in (self.x, self.y))
-        return replace(self, x=x, y=y, batch=stop - start)
+        return self._picked(lambda t: t[start:stop], stop - start)
 
     def take(self, index: list[int]) -> Call:
         """The same on the examples `index`; repeats are allowed."""
-        x, y = (trees.take(tree, index) for tree in (self.x, self.y))
-        return replace(self, x=x, y=y, batch=len(index))
+        return self._picked(lambda t: t[torch.tensor(index, device=t.device)], len(index))
 
     def chosen(self, mask: Tensor) -> Call:
         """The same on the examples that a mask (B,) of booleans counts."""
         self.check_mask(mask)
-        x, y = (trees.map_tensors(lambda t: t[mask], tree) for tree in (self.x, self.y))
-        return replace(self, x=x, y=y, batch=int(mask.sum()))
+        return self._picked(lambda t: t[mask], int(mask.sum()))
+
+    def _picked(self, pick: Callable[[Tensor], Tensor], batch: int) -> Call:
+        x, y = (trees.map_tensors(pick, tree) for tree in (self.x, self.y))
+        return replace(self, x=x, y=y, batch=batch)
 
     def check_mask(self, mask: Tensor) -> None:
         """Raise where `mask` is not (B,) booleans."""

@@ -167,7 +167,8 @@ def _note(items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int]) -> 
     for key, value in items:
         kind = type(value)
         if kind is weakref.ReferenceType:
-            value, kind = value(), type(value())
+            value = value()
+            kind = type(value)
         if kind in _ATOMS:
             found.references.append(value)
         elif isinstance(value, Tensor):

@@ -8,7 +8,7 @@ reaches are built, a bounded number of examples at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -69,10 +69,7 @@ class Component:
         if whole and (len(whole) == 1 or self._may_write()):
             (name,) = self.leaves
             return {name: self._sum_of_rows(whole, None if out is None else out[name])}
-        found: dict[str, Tensor] = {}
-        for term in self.terms:
-            for k, r in self._term_rows(term):
-                found[k] = found[k] + r if k in found else r
+        found = _sums(part for term in self.terms for part in self._term_rows(term))
         full = {
             k: found[k] if k in found else p.new_zeros(self.batch, *p.shape) for k, p in self.leaves.items()
         }
@@ -106,11 +103,7 @@ class Component:
 
     def vjp(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """name -> (*shape): sum over b of weights[name][b] times row b."""
-        found: dict[str, Tensor] = {}
-        for term in self.terms:
-            for k, g in self._term_vjp(term, weights):
-                found[k] = found[k] + g if k in found else g
-        return found
+        return _sums(part for term in self.terms for part in self._term_vjp(term, weights))
 
     def _term_vjp(self, term: Term, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if term.is_whole:
@@ -185,12 +178,8 @@ class Component:
         if len(self.terms) == 1 and self.terms[0].window is not None and self.terms[0].window.isometric:
             window, squares = self.terms[0].window, self.terms[0].factor.sum_squares()
             return {window.param: window.rows(squares[None], self.leaves[window.param])[0]}
-        found: dict[str, Tensor] = {}
-        for piece in self.pieces():
-            for k, r in piece.rows().items():
-                squares = square(accumulable(r)).sum(0)
-                found[k] = found[k] + squares if k in found else squares
-        return found
+        rows = (part for piece in self.pieces() for part in piece.rows().items())
+        return _sums((k, square(accumulable(r)).sum(0)) for k, r in rows)
 
     def gram(self, other: Component) -> Tensor:
         """(b, c): the inner products of rows with the rows of another call's component of the same parameters."""
@@ -220,6 +209,14 @@ class Component:
                 line.append(torch.stack([Rows(rows[k]).gram(Rows(others[k])) for k in shared]).sum(0))
             lines.append(torch.cat(line, 1))
         return torch.cat(lines)
+
+
+def _sums(parts: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Those of one name, added up one at a time."""
+    found: dict[str, Tensor] = {}
+    for k, part in parts:
+        found[k] = found[k] + part if k in found else part
+    return found
 
 
 def _upright(term: Term, p: Tensor) -> tuple[Window, Factor]:

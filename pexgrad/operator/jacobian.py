@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -126,14 +126,23 @@ class Jacobian:
             if not last:  # else it has been checked before there was an operator
                 refuse_shared(out, [("what the Jacobian reads", t) for t in self._held()])
         with self.working():
-            found: dict[str, Tensor] = {}
-            for c in self._components:
-                found |= c.rows(None if out is None else {k: out[k] for k in c.leaves})
-            for k, p in self.leaves.items():
-                if k not in found:
-                    found[k] = p.new_zeros(self.batch, *p.shape) if out is None else out[k].zero_()
-            found = {k: found[k] for k in self.leaves}
-            return self._named(apart(found, set() if last else self._memory()) if out is None else found)
+            if out is not None:
+                into = out
+                written = self._by_name(
+                    lambda c: c.rows({k: into[k] for k in c.leaves}), lambda k, _: into[k].zero_()
+                )
+                return self._named(written)
+            found = self._by_name(Component.rows, lambda _, p: p.new_zeros(self.batch, *p.shape))
+            return self._named(apart(found, set() if last else self._memory()))
+
+    def _by_name(
+        self, of: Callable[[Component], dict[str, Tensor]], zeros: Callable[[str, Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """What the components have of each parameter, in the parameters' order; zeros for those that are not used."""
+        found: dict[str, Tensor] = {}
+        for c in self._components:
+            found |= of(c)
+        return {k: found[k] if k in found else zeros(k, p) for k, p in self.leaves.items()}
 
     def _named(self, results: dict[str, Tensor]) -> dict[str, Any]:
         """Nested as the parameters were."""
@@ -156,16 +165,17 @@ class Jacobian:
     def norms(self, per_param: bool = False) -> Tensor | dict[str, Tensor]:
         """(B,): |J[b]| over all parameters together; with `per_param`, name -> (B,). Half precision gives float32."""
         with self.working():
-            sq = {}
-            for c in self._components:
-                sq |= c.sq_norms()
-            if per_param:
-                zero = self.losses.new_zeros(self.batch)
-                norms = {k: _sqrt(sq[k], self.create_graph) if k in sq else zero for k in self.leaves}
-                return self._named(apart(norms))
-            if not sq:
-                return self.losses.new_zeros(self.batch)
-            return _sqrt(sum_of(list(sq.values())), self.create_graph)
+            if not per_param:
+                sq = [n for c in self._components for n in c.sq_norms().values()]
+                return _sqrt(sum_of(sq), self.create_graph) if sq else self._zeros(self.batch)
+            by_name = self._by_name(
+                Component.sq_norms, lambda _, p: square(accumulable(p.new_zeros(self.batch)))
+            )
+            return self._named(apart({k: _sqrt(n, self.create_graph) for k, n in by_name.items()}))
+
+    def _zeros(self, *shape: int) -> Tensor:
+        """Of what is computed of examples where no parameter is used."""
+        return accumulable(self.losses.new_zeros(shape))
 
     def vjp(self, weights: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """name -> (*shape): sum over b of weights[b] times row b; weights (B,), or one for each parameter by name.
@@ -179,10 +189,7 @@ class Jacobian:
         for k in self.leaves:
             shaped(by_name.get(k), (self.batch,), f"the weights for '{k}'", "one for each example")
         with self.working():
-            found: dict[str, Tensor] = {}
-            for c in self._components:
-                found |= c.vjp(by_name)
-            total = {k: found[k] if k in found else torch.zeros_like(p) for k, p in self.leaves.items()}
+            total = self._by_name(lambda c: c.vjp(by_name), lambda _, p: torch.zeros_like(p))
             return self._named(apart(total))
 
     def jvp(self, v: Mapping[str, Tensor]) -> Tensor:
@@ -201,7 +208,7 @@ class Jacobian:
         with self.working():
             v = {k: v[k].to(p.dtype) for k, p in self.leaves.items()}
             parts = [c.dot(v) for c in self._components]
-            return sum_of(parts) if parts else self.losses.new_zeros(self.batch)
+            return sum_of(parts) if parts else self._zeros(self.batch)
 
     def gram(self, other: Jacobian | None = None) -> Tensor:
         """(B, B'): <J[b], J'[c]>, with another call's rows, or with its own.
@@ -226,21 +233,16 @@ class Jacobian:
                 for d in other._components
                 if not c.leaves.keys().isdisjoint(d.leaves)
             ]
-            return sum_of(parts) if parts else self.losses.new_zeros(self.batch, other.batch)
+            return sum_of(parts) if parts else self._zeros(self.batch, other.batch)
 
     def moments(self) -> Moments:
         """The mean of the rows and of their squares, elementwise, by parameter."""
         weights = self.losses.new_full((self.batch,), 1 / max(1, self.batch))
         with self.working():
-            squares: dict[str, Tensor] = {}
-            for c in self._components:
-                squares |= c.sum_squares()
-            zeros = {
-                k: square(accumulable(torch.zeros_like(p)))
-                for k, p in self.leaves.items()
-                if k not in squares
-            }
-            second = {k: (squares | zeros)[k] / max(1, self.batch) for k in self.leaves}
+            squares = self._by_name(
+                Component.sum_squares, lambda _, p: square(accumulable(torch.zeros_like(p)))
+            )
+            second = {k: s / max(1, self.batch) for k, s in squares.items()}
         return Moments(self.vjp(weights), self._named(second))
 
     def keep(self) -> Jacobian:

@@ -44,9 +44,7 @@ class BoundSite:
         arguments = {n: self._source(n) for n in (*rule.residuals, *rule.statics) if n not in GIVEN}
         given = tuple(n for n in rule.statics if n in GIVEN)
         statics = {n: arguments[n] for n in rule.statics if n in arguments}
-        literal = {n: a for n, a in statics.items() if not isinstance(a, Kept | Tree)}
-        kept = {n: a for n, a in statics.items() if n not in literal}
-        return RuleCall(rule.function, [arguments[n] for n in rule.residuals], literal, kept, given)
+        return RuleCall(rule.function, [arguments[n] for n in rule.residuals], statics, given)
 
     def _source(self, name: str) -> Any:
         argument = self.site.arguments[name]
@@ -74,8 +72,7 @@ class RuleCall:
 
     function: Callable[..., Factor]
     residuals: list[Any]
-    literal: dict[str, Any]
-    kept: dict[str, Any]
+    statics: dict[str, Any]
     given: tuple[str, ...]
 
 
@@ -223,8 +220,7 @@ def _by_rule(
     return call.function(
         cotangent,
         *map(argument, call.residuals),
-        **call.literal,
-        **{n: argument(a) for n, a in call.kept.items()},
+        **{n: argument(a) for n, a in call.statics.items()},
         **{n: given[n] for n in call.given},
     )
 

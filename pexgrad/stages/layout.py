@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..base.fakes import is_recorded
 from ..base.nodes import batch_dims, fold_factor_of
+from ..base.numerics import accumulable, product
 from ..errors import TraceError
 
 
@@ -58,7 +59,7 @@ class Layout:
         shape = [1] * x.dim()
         shape[self.dim] = -1
         each = weights[None, :, None].expand(self.lead, -1, self.trail).reshape(shape)
-        return x * each.to(x.dtype)
+        return product(x, each)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Anywhere(Layout):
 
     def scale(self, x: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of the cotangents."""
-        return torch.tensordot(weights.to(x.dtype), x, 1)
+        wide = accumulable(x)
+        return torch.tensordot(weights.to(wide.dtype), wide, 1).to(x.dtype)
 
 
 class UntoldError(TraceError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..base import trees
-from ..base.fakes import TRACING, fake_batch, quiet, symbolic_len, symbolic_mode
+from ..base.fakes import TRACING, Guards, fake_batch, quiet, symbolic_len, symbolic_mode
 from .blocks import lead
 from .mixing import Mixing, first_mixing
 
@@ -28,16 +27,15 @@ class LossGraph:
     graph: fx.Graph
     given: list[fx.Node]  # the model's output and y
     batch: Any
-    guards: frozenset[Any]  # what it takes for granted of the batch size
+    guards: Guards
 
     @property
     def _outputs(self) -> list[fx.Node]:
         return self.graph.output_node().all_input_nodes
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019 - as long as the trace that it belongs to
     def serves(self, batch: int) -> bool:
         """Whether the code goes the same way for a batch of that size."""
-        return all(bool(g.subs(self.batch, batch)) for g in self.guards)
+        return self.guards.hold(batch)
 
     def mixing(self) -> Mixing | None:
         """What they look at of a whole batch; None where there is nothing."""
@@ -74,7 +72,7 @@ def recorded(
     if batch in env.replacements:
         raise ValueError("the losses depend on the batch size")
     given = [n for n in graph.nodes if n.op == "placeholder"]
-    found = LossGraph(graph, given, batch, frozenset(g.expr for g in env.guards))
+    found = LossGraph(graph, given, batch, Guards(batch, tuple({g.expr for g in env.guards})))
     if not all(map(found.serves, _SIZES)):
         raise ValueError("the losses depend on the batch size")
     return found

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from enum import Enum
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
-from ..base.memory import storage_of
 from ..base.nodes import (
     batch_dims,
     by_name,
@@ -27,27 +25,20 @@ from ..base.nodes import (
     is_of_batch,
     mutated_operands,
     returned,
+    storage,
     value,
     where,
     written_memory,
 )
 from ..tracing.opaque import settle_hooks
 from ..tracing.trace import FROM_GRAPH, Trace, Untraced
-from .flow import Flow, analyse
+from .flow import Flow, State, analyse
 
 aten = torch.ops.aten
 
 
-class Output(Enum):
-    """What an output of the graph is to one example."""
-
-    BATCHED = "examples along a dimension"
-    SHARED = "the same for every example"
-    COPIED = "computed from parameters only: each example gets a copy, so that gradients can be told apart"
-
-
-def rewrite(trace: Trace, params: dict[str, Tensor], trainable: set[str]) -> list[Output]:
-    """Rewrite `trace.graph` in place; returns what each of its outputs is."""
+def rewrite(trace: Trace, params: dict[str, Tensor], trainable: set[str]) -> list[bool]:
+    """Rewrite `trace.graph` in place; says of each of its outputs whether it has become a copy for each example."""
     trace.graph.eliminate_dead_code()
     settle_hooks(trace.graph)
     _adopt_parameters(trace, params)
@@ -56,9 +47,9 @@ def rewrite(trace: Trace, params: dict[str, Tensor], trainable: set[str]) -> lis
     for node in list(trace.graph.nodes):
         if parameter_operands(node, flow) and not _expand_operands(node, flow, trace):
             _make_functional(node, trace)
-    kinds = _settle_outputs(trace, flow)
+    copied = _settle_outputs(trace, flow)
     trace.graph.lint()
-    return kinds
+    return copied
 
 
 def parameter_operands(node: fx.Node, flow: Flow) -> list[fx.Node]:
@@ -89,41 +80,29 @@ def _protect(trace: Trace) -> None:
     written = set().union(*map(written_memory, trace.graph.nodes))
     first = next(n for n in trace.graph.nodes if n.op != "placeholder")
     for node in list(trace.graph.nodes):
-        if node.op not in ("placeholder", "get_attr") or not node.users:
-            continue
-        val = value(node) if node.op == "placeholder" else getattr(trace.root, node.target)
-        if isinstance(val, Tensor) and storage_of(val) in written:
+        if node.op in ("placeholder", "get_attr") and node.users and storage(node) in written:
             with trace.graph.inserting_before(first if node.op == "placeholder" else node.next):
                 clone = insert(trace, aten.clone.default, (node,), like=node)
             node.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)
 
 
-def _settle_outputs(trace: Trace, flow: Flow) -> list[Output]:
-    """Copy parameter-only outputs over the batch; take away those in which the examples are mixed."""
+def _settle_outputs(trace: Trace, flow: Flow) -> list[bool]:
+    """Copy outputs computed from parameters over the batch, so that gradients can be told apart; take away mixed ones."""
     output = trace.graph.output_node()
-    kept, kinds = [], []
+    kept, copied = [], []
     slots = [i for i, leaf in enumerate(trace.output_leaves) if leaf is FROM_GRAPH]
     for slot, node in zip(slots, returned(trace.graph), strict=True):
-        kind = _kind(node, flow)
-        if kind is None:
+        by_example = not isinstance(value(node), Tensor) or bool(batch_dims(value(node), flow.batch))
+        state = State() if by_example else flow.states.get(node, State())
+        if state.from_input:
             trace.output_leaves[slot] = Untraced(
                 f"value without a batch dimension that depends on the whole batch ({where(node)})"
             )
             continue
-        kept.append(_copied(node, trace, output) if kind is Output.COPIED else node)
-        kinds.append(kind)
+        kept.append(_copied(node, trace, output) if state.params else node)
+        copied.append(bool(state.params))
     output.args = (kept,)
-    return kinds
-
-
-def _kind(node: fx.Node, flow: Flow) -> Output | None:
-    if not isinstance(value(node), Tensor) or node not in flow.states:
-        return Output.SHARED
-    if batch_dims(value(node), flow.batch):
-        return Output.BATCHED
-    if flow.states[node].from_input:
-        return None
-    return Output.COPIED if flow.states[node].params else Output.SHARED
+    return copied
 
 
 def _copied(node: fx.Node, trace: Trace, output: fx.Node) -> fx.Node:

@@ -28,6 +28,7 @@ from ..base import trees
 from ..base.fakes import (
     HINT,
     TRACING,
+    Guards,
     computes_metadata,
     fake,
     fake_batch,
@@ -56,17 +57,16 @@ class Trace:
     fake_mode: FakeTensorMode
     batch: sympy.Symbol
     params: dict[str, fx.Node]
-    buffers: dict[str, fx.Node]
     inputs: list[fx.Node]
     output_leaves: list[Any]  # a stand-in where the graph's output provides a tensor
     output_spec: pytree.TreeSpec
-    guards: tuple[sympy.Basic, ...]
+    guards: Guards
     readings: tuple[tuple[Reading, Answer], ...]
     reads_numbers: bool  # whether Python code took numbers out of tensors, perhaps out of constants
 
     def serves(self, batch_size: int) -> bool:
         """Whether every branch that the model's code took on the batch size goes the same way here."""
-        return all(bool(g.subs(self.batch, batch_size)) for g in self.guards)
+        return self.guards.hold(batch_size)
 
     def follows(self, call: Call) -> bool:
         """Whether every number that the model's code read from tensors is what it was, for each of these examples."""
@@ -193,18 +193,16 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
             "the model's output holds no tensor; return tensors, in any nesting of tuples, lists and dicts"
         )
     nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    n_params, n_buffers = len(params), len(buffers)
     return Trace(
         graph=gm.graph,
         root=gm,
         fake_mode=mode,
         batch=batch,
-        params=dict(zip(params, nodes[:n_params], strict=True)),
-        buffers=dict(zip(buffers, nodes[n_params : n_params + n_buffers], strict=True)),
-        inputs=nodes[n_params + n_buffers :],
+        params=dict(zip(params, nodes, strict=False)),
+        inputs=nodes[len(params) + len(buffers) :],
         output_leaves=seen["leaves"],
         output_spec=seen["spec"],
-        guards=tuple(branches),
+        guards=Guards(batch, tuple(branches)),
         readings=reader.readings(),
         reads_numbers=bool(reader.numbers),
     )
