@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .api import per_example_jacobian, per_example_value_and_grad
 from .base.numerics import flat as flattened
+from .base.numerics import is_inexact
 from .definition.agreement import refuse_difference
 from .factors import Broadcast as Broadcast
 from .factors import Conv as Conv
@@ -70,7 +71,7 @@ def _probe_loss(output: Tensor, _: None) -> Tensor:
 
 def _double(t: Tensor) -> Tensor:
     wide = torch.complex128 if t.is_complex() else torch.float64
-    return t.detach().to(wide) if t.is_floating_point() or t.is_complex() else t.detach()
+    return t.detach().to(wide) if is_inexact(t) else t.detach()
 
 
 __all__ = [

@@ -19,7 +19,7 @@ from .inputs.snapshot import Held, Place
 from .operator.component import Term
 from .operator.jacobian import Jacobian, joined
 from .operator.pullback import Window, find_window
-from .stages.evaluate import BoundSite, cotangents, factors, way_out
+from .stages.evaluate import Backward, BoundSite, cotangents, way_out
 from .stages.layout import Layout
 from .stages.losses import Losses, Outputs, decided
 from .stages.plan import Use, nodes_needed, plan_site
@@ -82,13 +82,12 @@ class Pipeline:
                 "the loss writes into the model's output, which shares its memory with a value before it, so that gradients "
                 "would go past the model's last operation; let the loss write into a copy, output.clone()"
             )
-        grads = cotangents(forward, losses, out, self.sites, create_graph)
+        found = cotangents(forward, losses, out, self.sites, create_graph)
+        backward = Backward(forward, found, at.batch, options.conv_rule, create_graph)
         places, terms = [], []
         with torch.set_grad_enabled(create_graph), without_autocast(losses.device.type):
             for site in self.sites:
-                for operand, v, factor in factors(
-                    site, forward, grads, at.batch, options.conv_rule, create_graph
-                ):
+                for operand, v, factor in backward.factors(site):
                     places.append((site, operand))
                     terms.append(Term(v, operand.params, self.windows[operand.node], factor))
         return losses, places, terms

@@ -50,6 +50,11 @@ def has_batch(size: Any, batch: Any) -> bool:
     return isinstance(size, torch.SymInt | torch.SymFloat) and batch in size.node.expr.free_symbols
 
 
+def is_size(argument: Any, batch: Any) -> bool:
+    """Whether an argument is a number that depends on the batch size."""
+    return has_batch(value(argument) if isinstance(argument, fx.Node) else argument, batch)
+
+
 def batch_dims(val: Any, batch: Any) -> tuple[int, ...]:
     """The dimensions of a fake tensor whose size contains the batch size."""
     if not isinstance(val, Tensor):

@@ -36,6 +36,11 @@ def is_half(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
+def is_inexact(x: Tensor) -> bool:
+    """Whether its numbers are real or complex ones, and no integers or booleans."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def accumulable(x: Tensor) -> Tensor:
     """`x` in a dtype that sums of products may be accumulated in: half precision in float32."""
     return x.float() if is_half(x.dtype) else x

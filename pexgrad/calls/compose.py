@@ -24,8 +24,8 @@ from ..base.modes import without_autocast
 from ..errors import InputError, PexgradError, TraceError
 from ..flat.lower import Lowered, lower
 from ..flat.lowered_module import with_arguments
-from ..flat.stacked import Stacked, is_random, run_stacked
-from ..flat.stacking import rule_for
+from ..flat.stacked import is_random, run_stacked
+from ..flat.stacking import Stacked
 from ..inputs.arguments import Options, Params, check_call
 from ..inputs.call import Call
 from ..inputs.loss import ExampleLosses
@@ -143,7 +143,6 @@ class Composable:
         self._reads: list[tuple[Snapshot, dict[Place, Held]]] | None = None
         self._repeats = Repeats()
         self._by_structure: dict[nested.Structure, Self] = {}
-        self._lock = TRACING
         self._handle = compiled.handle(self)
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
@@ -169,7 +168,7 @@ class Composable:
 
     def _flat(self, paths: nested.Structure) -> Self:
         """The same transform of the flat dict of parameters."""
-        with self._lock:
+        with TRACING:
             if paths not in self._by_structure:
                 other = copy.copy(self)
                 if not self._model.is_module:  # a module takes the flat dict anyway
@@ -228,7 +227,7 @@ class Composable:
             raise TraceError(
                 f'strategy={self._options.strategy!r} has no flat graph: it runs the model itself; use "crb"'
             )
-        with self._lock:
+        with TRACING:
             pipeline = self._pipeline(call)
             self._notice_reads()
             known = self._lowered.setdefault((pipeline, len(further)), [])
@@ -340,7 +339,7 @@ class Composable:
         data = [*trees.tensors(trees.as_call(x)), *trees.tensors(y)]
         values = [*own, *call.buffers, *(map(Stacked, data) if stacked_data else data)]
         with torch.no_grad(), without_autocast(call.params[next(iter(params))].device.type):
-            flat = run_stacked(lowered.module, values, members, rule_for)
+            flat = run_stacked(lowered.module, values, members)
         return pytree.tree_unflatten(flat, lowered.spec)
 
     # --- pickle -----------------------------------------------------------------------------------

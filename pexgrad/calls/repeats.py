@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from ..base import trees
+from ..base.fakes import TRACING
 from ..base.modes import without_autocast
 from ..flat.lower import Lowered, lower
 from ..flat.plain import is_plain, is_plain_loss
@@ -63,7 +64,7 @@ class Repeats:
         """What `eagerly()` returns, by the graph where there is one; either writes rows into `out` where that is given."""
         if not _may_repeat(transform, call):
             return eagerly()
-        with transform._lock:
+        with TRACING:
             transform._notice_reads()
             key = transform._pipeline(call), call.batch, out is not None
             known = self._known.setdefault(key, _Repeated())
@@ -126,7 +127,7 @@ def _graph_as_good(
 def _record(transform: Composable, pipeline: Pipeline, call: Call) -> Lowered:
     """The graph of a call as it is made, for this batch size and for runs without autograd."""
     options = replace(transform._options, verify=False)  # the bits will be compared
-    with transform._lock:
+    with TRACING:
         lowered = lower(pipeline, call, options, transform._answer, any_batch=False)
     return replace(lowered, module=without_autograd(lowered.module))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import nested, trees
+from ..base.fakes import TRACING
 from ..base.modes import differentiable_kernels, uncompiled, unvalidated
 from ..base.still import StandStill
 from ..definition.remembered import refuse_remembered
@@ -112,7 +113,7 @@ class Transform(Composable):
 
     def _pipeline(self, call: Call) -> Pipeline:
         key = self._signature(call)
-        with self._lock:
+        with TRACING:
             known = self._pipelines.setdefault(key, [])
             for pipeline in known:
                 if pipeline.serves(call):
@@ -128,7 +129,7 @@ class Transform(Composable):
             return pipeline
 
     def _traced_anew(self, pipeline: Pipeline, call: Call) -> Pipeline:
-        with self._lock:
+        with TRACING:
             known = self._pipelines[self._signature(call)]
             if pipeline in known:
                 known.remove(pipeline)

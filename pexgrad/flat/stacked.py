@@ -8,8 +8,7 @@ numbers); this one keeps functorch out, as all of the library does, and needs no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,27 +17,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from ..base.nodes import by_name, draws
-
-
-@dataclass(frozen=True, eq=False)
-class Stacked:
-    """The values of all members: (m, *shape)."""
-
-    values: Tensor
-
-    @property
-    def dim(self) -> int:
-        """The number of dimensions that each member's value has."""
-        return self.values.dim() - 1
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of each member's value."""
-        return self.values.shape[1:]
-
-
-# (members, arguments by name) -> the operation's result, or NotImplemented for arguments that need the loop
-Rule = Callable[[int, dict[str, Any]], Any]
+from .stacking import Stacked, rule_for
 
 
 def is_random(module: fx.GraphModule) -> bool:
@@ -50,7 +29,6 @@ def run_stacked(
     module: fx.GraphModule,
     values: Sequence[Tensor | Stacked],
     members: int,
-    rule_for: Callable[[Any], Rule | None],
 ) -> list[Tensor]:
     """The graph's outputs, each with the members on dimension 0; plain `values` are the same for every member."""
     left = iter(values)
@@ -65,7 +43,7 @@ def run_stacked(
             return [_whole(v, members) for v in map_arg(node.args[0], found.__getitem__)]
         else:
             args, kwargs = map_arg((node.args, node.kwargs), found.__getitem__)
-            found[node] = _apply(node, args, kwargs, members, rule_for)
+            found[node] = _apply(node, args, kwargs, members)
         for done in last.get(node, ()):
             del found[done]
     raise AssertionError("a graph ends in its output")
@@ -84,9 +62,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-def _apply(
-    node: fx.Node, args: Any, kwargs: Any, members: int, rule_for: Callable[[Any], Rule | None]
-) -> Any:
+def _apply(node: fx.Node, args: Any, kwargs: Any, members: int) -> Any:
     if not any(isinstance(v, Stacked) for v in pytree.tree_leaves((args, kwargs))):
         return _target(node)(*args, **kwargs)
     if node.target == "size":

@@ -13,17 +13,37 @@ The shapes, for a member's (*shape):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .stacked import Rule, Stacked
-
 aten = torch.ops.aten
 
 Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """The values of all members: (m, *shape)."""
+
+    values: Tensor
+
+    @property
+    def dim(self) -> int:
+        """The number of dimensions that each member's value has."""
+        return self.values.dim() - 1
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of each member's value."""
+        return self.values.shape[1:]
+
+
+# (members, arguments by name) -> the operation's result, or NotImplemented for arguments that need the loop
+Rule = Callable[[int, dict[str, Any]], Any]
 
 _rules: dict[Any, Rule] = {}
 

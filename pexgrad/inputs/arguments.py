@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from ..base import trees
 from ..base.checks import one_of, positive_int
 from ..base.memory import refuse_shared
+from ..base.numerics import is_inexact
 from ..errors import InputError
 from .call import Call
 from .rebind import Bound
@@ -141,7 +142,7 @@ def _check_parameter(model: Bound, name: str, p: Any, own: dict[str, Tensor]) ->
 
 
 def _check_trainable(name: str, p: Tensor) -> None:
-    if not (p.is_floating_point() or p.is_complex()):
+    if not is_inexact(p):
         raise InputError(
             f"parameter '{name}' has dtype {p.dtype}; only floating-point and complex ones have gradients"
         )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..base import trees
 from ..base.compare import TIMES, largest_error, moved
 from ..base.modes import validated
+from ..base.numerics import is_inexact
 from ..errors import LossError, MixedExamplesError
 from .reductions import NotPerExample, OverExamples, Sizes, Step, common
 
@@ -271,8 +272,7 @@ class ExampleLosses:
 
 def _rounded(t: Tensor, steps: int) -> Tensor:
     """`t` with its numbers changed by so many roundings."""
-    inexact = t.is_floating_point() or t.is_complex()
-    return moved(t, steps * torch.finfo(t.dtype).eps) if inexact else t
+    return moved(t, steps * torch.finfo(t.dtype).eps) if is_inexact(t) else t
 
 
 def _name(loss: Any) -> str:

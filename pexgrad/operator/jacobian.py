@@ -15,7 +15,7 @@ from ..base import nested
 from ..base.checks import described, shaped
 from ..base.memory import refuse_shared, storage_of
 from ..base.modes import recording, without_autocast
-from ..base.numerics import accumulable, is_half, square, sum_of
+from ..base.numerics import accumulable, is_half, is_inexact, square, sum_of
 from ..errors import InputError
 from ..factors import Rows
 from ..factors.joined import join
@@ -94,7 +94,7 @@ class Jacobian:
             names = {k for t in derived for k in t.params}
             read += [p for k, p in call.params.items() if k in names or k not in self.leaves] + others
         if self.create_graph:
-            read += [t for t in given if t.is_floating_point() or t.is_complex()]
+            read += filter(is_inexact, given)
         # an operation that is replayed reads what it was given
         if any(not t.factor.tensors for t in self.terms):
             read += given

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..base.equations import parse
 from ..base.nodes import value
 from ..factors import Factor, Outer, Rows
 from .linear import together
@@ -122,7 +123,7 @@ def addmm_mat1(
 
 def _two_plain_operands(arguments: dict[str, Any]) -> bool:
     """An equation in letters alone, none twice in one operand, of two operands that agree in their sizes."""
-    terms = arguments["equation"].replace(" ", "").partition("->")[0].split(",")
+    terms, _ = parse(arguments["equation"])
     letters = all(t.isalpha() and len(set(t)) == len(t) for t in terms)
     if len(terms) != 2 or not letters or not all(isinstance(n, fx.Node) for n in arguments["tensors"]):
         return False
@@ -130,14 +131,6 @@ def _two_plain_operands(arguments: dict[str, Any]) -> bool:
         dict(zip(t, value(n).shape, strict=True)) for t, n in zip(terms, arguments["tensors"], strict=True)
     )
     return all(first[c] == second[c] for c in first.keys() & second)  # a 1 is repeated
-
-
-def _parse(equation: str) -> tuple[str, str, str]:
-    inputs, arrow, out = equation.replace(" ", "").partition("->")
-    first, second = inputs.split(",")
-    if not arrow:
-        out = "".join(sorted(c for c in set(first + second) if (first + second).count(c) == 1))
-    return first, second, out
 
 
 def einsum_operand(index: int) -> Callable[..., Factor]:
@@ -152,8 +145,8 @@ def einsum_operand(index: int) -> Callable[..., Factor]:
         shape: torch.Size,
         dtype: torch.dtype,
     ) -> Factor:
-        terms = _parse(equation)
-        own, other, out = terms[index], terms[1 - index], terms[2]
+        terms, out = parse(equation)
+        own, other = terms[index], terms[1 - index]
         batch = out[batch_dim]
         other, out = other.replace(batch, ""), out.replace(batch, "")
         g, x = together(g, tensors[1 - index].conj())

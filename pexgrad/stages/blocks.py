@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from ..base.equations import parse
 from ..base.nodes import (
     batch_dims,
     by_name,
@@ -22,6 +23,7 @@ from ..base.nodes import (
     has_batch,
     is_model_of,
     is_of_batch,
+    is_size,
     operation,
     value,
     written_memory,
@@ -120,9 +122,7 @@ class _Leading:
             return name == "repeat_interleave" and named.get("dim") == 0
         if name in _POINTWISE or torch.Tag.pointwise in target.tags:  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
             aligned = all(value(n).dim() == result.dim() for n in read)
-            return aligned and not any(
-                has_batch(a, self._batch) or _is_size(a, self._batch) for a in named.values()
-            )
+            return aligned and not any(is_size(a, self._batch) for a in named.values())
         if name in _ROWWISE:
             return True
         if name in _LOSSES:
@@ -164,17 +164,13 @@ class _Leading:
 
 def _is_einsum_by_row(equation: str, leading: list[bool]) -> bool:
     """Whether dimension 0 of the operands that lead is that of the result, and no other dimension of any."""
-    left, _, result = equation.replace(" ", "").partition("->")
-    rows, operands = result[:1], left.split(",")
+    operands, result = parse(equation)
+    rows = result[:1]
     first = all(
         s[:1] == rows and rows not in s[1:] for s, leads in zip(operands, leading, strict=True) if leads
     )
     others = all(rows not in s for s, leads in zip(operands, leading, strict=True) if not leads)
     return bool(rows) and rows != "." and first and others and rows not in result[1:]
-
-
-def _is_size(argument: Any, batch: Any) -> bool:
-    return isinstance(argument, fx.Node) and has_batch(value(argument), batch)
 
 
 def _is_every_place(index: fx.Node, batch: Any) -> bool:

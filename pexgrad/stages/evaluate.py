@@ -162,103 +162,97 @@ def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack([torch.zeros_like(present) if g is None else g for g in grads])
 
 
-def factors(
-    bound: BoundSite,
-    forward: Forward,
-    grads: Sequence[Tensor | None],
-    batch: int,
-    conv_rule: str,
-    create_graph: bool,
-) -> Iterator[tuple[Operand, Tensor, Factor]]:
-    """Each operand of a site that the losses depend on: the operand, its value, its factor."""
-    own = [grads[i] for i in bound.slots.edges]
-    if all(g is None for g in own):
-        return
-    cotangent = None
-    for use, call, slot in zip(bound.uses, bound.calls, bound.slots.operands, strict=True):
-        operand_value = forward.operands[slot]
-        if call is None:
-            factor: Factor = _replay(bound, use, forward, own, operand_value, batch, create_graph)
-        else:
-            if cotangent is None:
-                assert own[0] is not None
-                cotangent = bound.layouts[0].split(own[0], batch)
-            factor = _by_rule(bound, call, forward, cotangent, operand_value, batch, conv_rule)
-        yield use.operand, operand_value, factor
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """What a call has computed when the factors of its sites are made."""
 
+    forward: Forward
+    cotangents: Sequence[Tensor | None]  # of each edge
+    batch: int
+    conv_rule: str
+    create_graph: bool
 
-def _by_rule(
-    bound: BoundSite,
-    call: RuleCall,
-    forward: Forward,
-    cotangent: Tensor,
-    operand: Tensor,
-    batch: int,
-    conv_rule: str,
-) -> Factor:
-    given = {
-        "shape": operand.shape,
-        "dtype": operand.dtype,
-        "batch_dim": bound.layouts[0].dim,
-        "conv_rule": conv_rule,
-    }
+    def factors(self, bound: BoundSite) -> Iterator[tuple[Operand, Tensor, Factor]]:
+        """Each operand of a site that the losses depend on: the operand, its value, its factor."""
+        own = [self.cotangents[i] for i in bound.slots.edges]
+        if all(g is None for g in own):
+            return
+        cotangent = None
+        for use, call, slot in zip(bound.uses, bound.calls, bound.slots.operands, strict=True):
+            value = self.forward.operands[slot]
+            if call is None:
+                factor: Factor = self._replay(bound, use, own, value)
+            else:
+                if cotangent is None:
+                    assert own[0] is not None
+                    cotangent = bound.layouts[0].split(own[0], self.batch)
+                factor = self._by_rule(bound, call, cotangent, value)
+            yield use.operand, value, factor
 
-    def kept(slot: int, at: Layout | None) -> Any:
-        value = forward.residuals[slot]
-        if isinstance(value, Tensor) and not torch.is_grad_enabled():
-            value = value.detach()
-        return value if at is None else at.split(value, batch)
+    def _by_rule(self, bound: BoundSite, call: RuleCall, cotangent: Tensor, operand: Tensor) -> Factor:
+        given = {
+            "shape": operand.shape,
+            "dtype": operand.dtype,
+            "batch_dim": bound.layouts[0].dim,
+            "conv_rule": self.conv_rule,
+        }
 
-    def argument(source: Any) -> Any:
-        if isinstance(source, Kept):
-            return kept(*source)
-        if isinstance(source, Tree):
-            slots, layouts = bound.slots.residuals, bound.residual_layouts
-            return map_arg(source.argument, lambda n: kept(slots[n], layouts.get(n)))
-        return source
+        def kept(slot: int, at: Layout | None) -> Any:
+            value = self.forward.residuals[slot]
+            if isinstance(value, Tensor) and not torch.is_grad_enabled():
+                value = value.detach()
+            return value if at is None else at.split(value, self.batch)
 
-    return call.function(
-        cotangent,
-        *map(argument, call.residuals),
-        **{n: argument(a) for n, a in call.statics.items()},
-        **{n: given[n] for n in call.given},
-    )
+        def argument(source: Any) -> Any:
+            if isinstance(source, Kept):
+                return kept(*source)
+            if isinstance(source, Tree):
+                slots, layouts = bound.slots.residuals, bound.residual_layouts
+                return map_arg(source.argument, lambda n: kept(slots[n], layouts.get(n)))
+            return source
 
+        return call.function(
+            cotangent,
+            *map(argument, call.residuals),
+            **{n: argument(a) for n, a in call.statics.items()},
+            **{n: given[n] for n in call.given},
+        )
 
-def _replay(
-    bound: BoundSite, use: Use, forward: Forward, grads: Sequence[Tensor | None], operand: Tensor, batch: int,
-    create_graph: bool,
-) -> Replay:  # fmt: skip
-    """Run the operation once more on its own; each example's row is then one vector-Jacobian product."""
-    # an alias, so that only this use of the operand counts: residuals may depend on it too
-    leaf = operand.view_as(operand) if create_graph else operand.detach().requires_grad_()
+    def _replay(self, bound: BoundSite, use: Use, own: Sequence[Tensor | None], operand: Tensor) -> Replay:
+        """Run the operation once more on its own; each example's row is then one vector-Jacobian product."""
+        batch, create_graph = (
+            self.batch,
+            self.create_graph,
+        )  # for the factor, which must not hold on to all of this
+        # an alias, so that only this use of the operand counts: residuals may depend on it too
+        leaf = operand.view_as(operand) if create_graph else operand.detach().requires_grad_()
 
-    def argument(node: fx.Node) -> Any:
-        if node is use.operand.node:
-            return leaf
-        kept = forward.residuals[bound.slots.residuals[node]]
-        return kept.detach() if isinstance(kept, Tensor) and not create_graph else kept
+        def argument(node: fx.Node) -> Any:
+            if node is use.operand.node:
+                return leaf
+            kept = self.forward.residuals[bound.slots.residuals[node]]
+            return kept.detach() if isinstance(kept, Tensor) and not create_graph else kept
 
-    args, kwargs = map_arg((bound.site.node.args, bound.site.node.kwargs), argument)
-    with torch.enable_grad():
-        result = bound.site.node.target(*args, **kwargs)  # type: ignore[operator]
-    outputs = _outputs(result, bound.site)
-    present = [
-        (out, g, at) for out, g, at in zip(outputs, grads, bound.layouts, strict=True) if g is not None
-    ]
+        args, kwargs = map_arg((bound.site.node.args, bound.site.node.kwargs), argument)
+        with torch.enable_grad():
+            result = bound.site.node.target(*args, **kwargs)  # type: ignore[operator]
+        outputs = _outputs(result, bound.site)
+        present = [
+            (out, g, at) for out, g, at in zip(outputs, own, bound.layouts, strict=True) if g is not None
+        ]
 
-    def vjp(masked: list[Tensor]) -> Tensor:
-        (row,) = torch.autograd.grad(
-            [out for out, _, _ in present], [leaf], masked,
-            retain_graph=True, create_graph=create_graph, allow_unused=True,
+        def vjp(masked: list[Tensor]) -> Tensor:
+            (row,) = torch.autograd.grad(
+                [out for out, _, _ in present], [leaf], masked,
+                retain_graph=True, create_graph=create_graph, allow_unused=True,
+            )  # fmt: skip
+            return torch.zeros_like(operand) if row is None else row
+
+        return Replay(
+            lambda b: vjp([at.only(g, batch, b) for _, g, at in present]),
+            lambda w: vjp([at.scale(g, w) for _, g, at in present]),
+            0, batch, batch, tuple(operand.shape), operand.dtype,
         )  # fmt: skip
-        return torch.zeros_like(operand) if row is None else row
-
-    return Replay(
-        lambda b: vjp([at.only(g, batch, b) for _, g, at in present]),
-        lambda w: vjp([at.scale(g, w) for _, g, at in present]),
-        0, batch, batch, tuple(operand.shape), operand.dtype,
-    )  # fmt: skip
 
 
 def _outputs(result: Any, site: Site) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..base import trees
 from ..base.fakes import is_recorded
+from ..base.numerics import is_inexact
 from ..base.still import StandStill
 from ..errors import LossError
 from ..inputs.call import Call
@@ -203,7 +204,7 @@ def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sa
 def _first_way(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sample: Call) -> Ways | None:
     """The way of a loss that takes batches, with its examples compared for the size of the sample; None for any other."""
     y, batch, slices = sample.y, sample.batch, outputs.copied_slices(tensors, sample.batch)
-    leaves = [t.clone().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
+    leaves = [t.clone().requires_grad_(is_inexact(t)) for t in tensors]
     given = [t.clone() for t in leaves]  # which may be written into
     nodes, calls = [t.grad_fn for t in given], Calls()
     with torch.enable_grad():

@@ -26,9 +26,9 @@ from ..base.nodes import (
     batch_dims,
     bind,
     by_name,
-    has_batch,
     is_differentiable,
     is_model_of,
+    is_size,
     nodes_in,
     operation,
     storage,
@@ -109,11 +109,7 @@ def _takes_size(node: fx.Node, batch: Any) -> bool:
     if not isinstance(node.target, OpOverload) or not isinstance(value(node), Tensor):
         return False
     numbers = torch.Tag.pointwise in node.target.tags or operation(node) in _RANGES
-    return any(_is_size(a, batch) for a, schema in bind(node) if numbers or schema.name == "fill_value")
-
-
-def _is_size(argument: Any, batch: Any) -> bool:
-    return has_batch(value(argument) if isinstance(argument, fx.Node) else argument, batch)
+    return any(is_size(a, batch) for a, schema in bind(node) if numbers or schema.name == "fill_value")
 
 
 def _counts(node: fx.Node, batch: Any) -> bool:

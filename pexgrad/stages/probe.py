@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..base.compare import largest_error
 from ..base.nodes import batch_dims, value, where
+from ..base.numerics import is_inexact
 from ..errors import MixedExamplesError, TraceError, first_line
 from ..inputs.call import Call
 from ..tracing.trace import Trace
@@ -117,7 +118,7 @@ def _same_alone(
 def _agree(got: Tensor, want: Tensor, half: bool) -> bool:
     """Whether the values of two batch sizes are the same but for rounding."""
     got, want = got.detach(), want.detach()
-    if got.is_floating_point() or got.is_complex():
+    if is_inexact(got):
         return largest_error({"": got}, {"": want}, half) is None
     return torch.equal(got, want)
 
@@ -141,7 +142,7 @@ def _moves(at: Layout, before: Tensor, after: Tensor, batch: int, b: int) -> boo
 def _differ(x: Tensor, y: Tensor) -> bool:
     """Whether two values of one computation differ by more than rounding."""
     x, y = x.detach(), y.detach()
-    if not (x.is_floating_point() or x.is_complex()):
+    if not is_inexact(x):
         return not torch.equal(x, y)
     if x.numel() == 0 or torch.equal(x, y):
         return False

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..base.numerics import is_inexact
 from ..inputs.call import Call
 
 # batch sizes to try, in this order: three tell the parts of a fold apart
@@ -53,7 +54,7 @@ def _order(call: Call) -> list[int]:
 
 def _compared(call: Call) -> list[Tensor]:
     """The tensors that noise cannot change, of whose role the examples themselves must tell."""
-    return [t for t in call.inputs() if not _is_numbers(t)] + call.targets()
+    return [t for t in call.inputs() if not is_inexact(t)] + call.targets()
 
 
 def alike(call: Call, targets: bool) -> tuple[int, ...]:
@@ -75,10 +76,6 @@ def _is_alike(t: Tensor) -> bool:
     return bool((t == t[:1]).all())
 
 
-def _is_numbers(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
-
-
 def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
     return normal_like(t, generator) * (0.3 * t.abs() + 0.1)
 
@@ -91,21 +88,21 @@ def normal_like(t: Tensor, generator: torch.Generator) -> Tensor:
 def varied(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Numbers with noise, so that no two are alike."""
     generator = torch.Generator().manual_seed(0)
-    return [t + _noise(t, generator) if _is_numbers(t) else t for t in tensors]
+    return [t + _noise(t, generator) if is_inexact(t) else t for t in tensors]
 
 
 def shrunk(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Numbers that are each a little nearer to zero: probabilities stay probabilities."""
     generator = torch.Generator().manual_seed(0)
     return [
-        t * (1 - 0.2 * normal_like(t, generator).abs().clamp(max=4)) if _is_numbers(t) else t for t in tensors
+        t * (1 - 0.2 * normal_like(t, generator).abs().clamp(max=4)) if is_inexact(t) else t for t in tensors
     ]
 
 
 def _varied(t: Tensor, start: int, generator: torch.Generator, scramble: bool) -> Tensor:
     """`t` with other examples from `start` on: with noise on numbers; with `scramble`, with values from elsewhere in `t`."""
     out, part = t.clone(), t[start:]
-    if _is_numbers(t):
+    if is_inexact(t):
         out[start:] += _noise(part, generator)
     elif scramble and t.numel() and t.device.type == "cpu":  # an index out of range would end a CUDA process
         out[start:] = t.flatten()[torch.randint(t.numel(), part.shape, generator=generator, device="cpu")]
@@ -116,7 +113,7 @@ def all_but(t: Tensor, b: int, generator: torch.Generator) -> Tensor:
     """`t` with all examples but b changed: noise for numbers; for the rest, whose values must be ones that the model takes,
     copies of example b.
     """
-    if not _is_numbers(t):
+    if not is_inexact(t):
         return t[b : b + 1].expand_as(t).clone()
     out = t + _noise(t, generator)
     out[b] = t[b]

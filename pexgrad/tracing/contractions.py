@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.equations import parse
+
 aten = torch.ops.aten
 
 
@@ -31,16 +33,12 @@ def einsum(equation: str, tensors: Sequence[Tensor], *, path: Any = None) -> Any
 
 def _terms(equation: str, tensors: Sequence[Tensor]) -> tuple[list[str], str]:
     """The letters of every operand and of the output, without ellipses."""
-    left, arrow, out = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
+    terms, out = parse(equation)
     free = [c for c in string.ascii_letters if c not in equation]
     ranks = [t.dim() - len(term.replace("...", "")) for term, t in zip(terms, tensors, strict=True)]
     rank = max([r for r, term in zip(ranks, terms, strict=True) if "..." in term], default=0)
     stands = "".join(free[:rank])  # an operand with fewer dimensions has the last of them
     inputs = [term.replace("...", stands[rank - r :]) for r, term in zip(ranks, terms, strict=True)]
-    if not arrow:
-        letters = left.replace("...", "").replace(",", "")
-        out = "..." + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
     return inputs, out.replace("...", stands)
 
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..base.memory import storage_of
 from ..base.nodes import draws, is_model_of, storage, value, written_memory
+from ..base.numerics import is_inexact
 from ..base.source import calling_line
 from ..errors import ANY_MODEL, TraceError
 from ..inputs.call import Call
@@ -233,7 +234,7 @@ def _memory(root: nn.Module, node: fx.Node) -> int | None:
 
 
 def _is_floating(node: fx.Node) -> bool:
-    return value(node).is_floating_point() or value(node).is_complex()
+    return is_inexact(value(node))
 
 
 def _program(
