@@ -25,7 +25,7 @@ from .base import trees
 from .definition.agreement import refuse_difference
 from .errors import PexgradError, VerificationError
 from .extend import check_rule
-from .inputs.loss import Loss
+from .inputs.torch_losses import Loss
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy

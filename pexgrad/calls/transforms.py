@@ -27,9 +27,10 @@ from ..errors import (
 )
 from ..inputs.arguments import Options, Params, check_call, check_out
 from ..inputs.call import Call, example_numbers
-from ..inputs.loss import ExampleLosses, Loss
+from ..inputs.loss import ExampleLosses
 from ..inputs.rebind import Bound, global_hooks, refuse_backward_hooks
 from ..inputs.snapshot import held_by
+from ..inputs.torch_losses import Loss
 from ..operator.clipping import Clipping
 from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline, build

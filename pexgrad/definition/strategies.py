@@ -23,7 +23,7 @@ from ..operator.pullback import history
 def _example_loss(model: Bound, losses: ExampleLosses, one: Call) -> Tensor:
     output = model.run(one.params, one.x)
     y = trees.map_tensors(torch.clone, one.y)  # the loss may write to it
-    return losses.of_slices(lambda _: output, y, 1)[0]
+    return losses.of_each(lambda _: (output, y), 1)[0]
 
 
 def _refuse_other_ways(loss: Tensor, model: Bound, at: Call) -> None:

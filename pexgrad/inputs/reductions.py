@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-Reduce = Callable[..., Tensor | None]  # (function, its settings, input, target) -> (b,)
+from .torch_losses import CLASSES, PER_EXAMPLE
+
 # of each arithmetic operation on numbers, by its place among them: argument -> what it is for a batch of so many, where it is
 # made of the size of the batch
 Sizes = dict[int, dict[int, Callable[[int], int]]]
@@ -39,7 +40,6 @@ def _every(*names: str) -> frozenset[Any]:
     return frozenset({*own, *operators} - {None})
 
 
-CLASSES = (F.cross_entropy, F.nll_loss)
 # function -> the method that does the same along a dimension, equal maxima included
 _REDUCTIONS = {f: n for n in ("mean", "sum", "prod", "std", "var", "norm", "amax", "amin") for f in _every(n)}
 _REDUCTIONS |= dict.fromkeys(_every("max"), "amax") | dict.fromkeys(_every("min"), "amin")
@@ -137,11 +137,9 @@ def _of_size(argument: Any, batch: Any) -> Callable[[int], int] | None:
 class OverExamples(TorchFunctionMode):
     """Reductions of what belongs to examples give (b,), a number for each."""
 
-    def __init__(
-        self, batch: Any, tensors: Iterable[Tensor], losses: dict[Any, Reduce], sizes: Sizes, noting: bool
-    ):
+    def __init__(self, batch: Any, tensors: Iterable[Tensor], sizes: Sizes, noting: bool):
         super().__init__()
-        self._batch, self._losses = batch, losses
+        self._batch = batch
         self._sizes, self._noting, self._operations = sizes, noting, 0
         # by identity, and kept alive, so that none takes another's
         self._of_examples = {id(t): t for t in tensors}
@@ -231,7 +229,7 @@ class OverExamples(TorchFunctionMode):
             given = {k: v for k, v in kwargs.items() if (k, v) not in _DEFAULTS}
             if given.keys() <= {"p"}:  # of a norm
                 return getattr(self._apart(args[0]).flatten(1), _REDUCTIONS[func])(dim=1, **given)
-        if func not in self._losses and func not in _OF_MANY:
+        if func not in PER_EXAMPLE and func not in _OF_MANY:
             return None
         settings = dict(inspect.signature(func).bind(*args, **kwargs).arguments)
         if settings.get("reduction") == "none":
@@ -245,7 +243,7 @@ class OverExamples(TorchFunctionMode):
             x, y = self._apart(x), self._apart(y)
             if func in CLASSES:  # (b, t, c) -> (b, c, t)
                 x, y = x.movedim(2, 1), y.movedim(2, 1) if y.dim() == x.dim() else y
-        reduced = self._losses[func](func, settings, x, y)
+        reduced = PER_EXAMPLE[func](func, settings, x, y)
         if reduced is None:
             raise NotPerExample
         return reduced

@@ -17,7 +17,7 @@ from ..base.numerics import is_inexact
 from ..base.still import StandStill
 from ..errors import LossError
 from ..inputs.call import Call
-from ..inputs.loss import ExampleLosses, Slices
+from ..inputs.loss import ExampleLosses, Examples
 from ..inputs.reductions import OverExamples, Sizes, Step, is_one_of
 from ..inputs.snapshot import Snapshot, snapshot
 from ..tracing.trace import Trace
@@ -54,13 +54,13 @@ class Outputs:
         """The output for the batch in memory of its own: a loss may write into what it is given."""
         return self.whole([t.detach().clone() for t in tensors])
 
-    def slices(self, tensors: Sequence[Tensor], batch: int) -> Slices:
-        """b -> the output for example b as a batch of one."""
-        return lambda b: self.whole(self._parts(tensors, batch, b))
+    def examples(self, tensors: Sequence[Tensor], y: Any, batch: int) -> Examples:
+        """b -> the output and y of example b as a batch of one."""
+        return lambda b: (self.whole(self._parts(tensors, batch, b)), trees.examples(y, b, b + 1))
 
-    def copied_slices(self, tensors: Sequence[Tensor], batch: int) -> Slices:
-        """The same, each in memory of its own."""
-        return lambda b: self.copy(self._parts(tensors, batch, b))
+    def copies(self, tensors: Sequence[Tensor], y: Any, batch: int) -> Examples:
+        """The same, with each output in memory of its own."""
+        return lambda b: (self.copy(self._parts(tensors, batch, b)), trees.examples(y, b, b + 1))
 
     def plain(self) -> bool:
         """Whether every output has the batch on dimension 0, as torch's own losses expect."""
@@ -105,7 +105,7 @@ class Losses:
         elif losses is None and self.reductions is not None and self.reductions.are_of(self.loss, batch):
             losses = self._of_reductions(self.reductions, output, tensors, y, batch)
         if losses is None:
-            losses = self.loss.of_slices(self.outputs.slices(tensors, batch), y, batch)
+            losses = self.loss.of_each(self.outputs.examples(tensors, y, batch), batch)
         return losses
 
     def _of_batch(
@@ -133,9 +133,7 @@ class Losses:
         """Raise where the loss gives one of the first examples another number in this batch than alone."""
         with torch.no_grad(), StandStill():
             together = self.loss.of_batch(self.outputs.copy(tensors), y, batch)
-            self.loss.refuse_mixing(
-                together, self.outputs.copied_slices(tensors, batch), y, min(batch, first)
-            )
+            self.loss.refuse_mixing(together, self.outputs.copies(tensors, y, batch), min(batch, first))
 
     def _of_reductions(
         self, known: Reductions, output: Any, tensors: Sequence[Tensor], y: Any, batch: int
@@ -203,15 +201,16 @@ def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sa
 
 def _first_way(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sample: Call) -> Ways | None:
     """The way of a loss that takes batches, with its examples compared for the size of the sample; None for any other."""
-    y, batch, slices = sample.y, sample.batch, outputs.copied_slices(tensors, sample.batch)
+    y, batch = sample.y, sample.batch
+    examples = outputs.copies(tensors, y, batch)
     leaves = [t.clone().requires_grad_(is_inexact(t)) for t in tensors]
     given = [t.clone() for t in leaves]  # which may be written into
     nodes, calls = [t.grad_fn for t in given], Calls()
     with torch.enable_grad():
-        losses = loss.together(outputs.whole(given), slices, y, batch, calls)
+        losses = loss.together(outputs.whole(given), y, batch, examples, calls)
     if losses is None:
         return None
-    loss.refuse_mixing(losses, slices, y, batch)
+    loss.refuse_mixing(losses, examples, batch)
     graph = _graph(loss.of_batch, outputs, tensors, y)
     ways = Ways(graph, noting=graph is None or not snapshot(loss.loss).is_code())
     ways.keep((form(losses, nodes), *(calls.functions if ways.noting else ())), Way(graph), batch)
@@ -243,7 +242,7 @@ def _reduced(
         return False
     # each anew: a loss may write into what it is given
     whole = functools.partial(outputs.copy, tensors)
-    ways = loss.reduces(whole, outputs.copied_slices(tensors, batch), y, batch, sizes)
+    ways = loss.reduces(whole, y, batch, outputs.copies(tensors, y, batch), sizes)
     if not ways:
         return None if ways is None else False
     known = Reductions(snapshot(loss.loss), graph, ways, sizes, coefficients=[])
