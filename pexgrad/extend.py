@@ -23,8 +23,7 @@ from torch import Tensor
 
 from .api import per_example_jacobian, per_example_value_and_grad
 from .base.numerics import flat as flattened
-from .base.numerics import is_inexact
-from .definition.agreement import refuse_difference
+from .definition.agreement import doubled, refuse_difference
 from .factors import Broadcast as Broadcast
 from .factors import Conv as Conv
 from .factors import Factor as Factor
@@ -56,8 +55,8 @@ def check_rule(
     Raises:
         VerificationError: naming the parameter, what is wrong, and by how much.
     """
-    params = {k: _double(p) for k, p in params.items()}
-    x = tuple(_double(t) for t in inputs)
+    params = {k: doubled(p) for k, p in params.items()}
+    x = tuple(doubled(t) for t in inputs)
     losses, want = per_example_value_and_grad(function, _probe_loss, strategy="naive")(params, x)
     jacobian = per_example_jacobian(function, _probe_loss, verify=False)(params, x)
     refuse_difference(jacobian, losses, want, tolerance)
@@ -67,11 +66,6 @@ def _probe_loss(output: Tensor, _: None) -> Tensor:
     """A fixed non-linear function of every element of the output, for each example."""
     flat = flattened(torch.view_as_real(output) if output.is_complex() else output)
     return (flat * torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype, device=flat.device)).sin().sum(1)
-
-
-def _double(t: Tensor) -> Tensor:
-    wide = torch.complex128 if t.is_complex() else torch.float64
-    return t.detach().to(wide) if is_inexact(t) else t.detach()
 
 
 __all__ = [

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .api import per_example_jacobian, per_example_value_and_grad
 from .base import trees
-from .definition.agreement import refuse_difference
+from .definition.agreement import doubled, refuse_difference
 from .errors import PexgradError, VerificationError
 from .extend import check_rule
 from .inputs.torch_losses import Loss
@@ -74,11 +74,9 @@ def check_per_example_grad(
         VerificationError: naming the parameter and the error, with the model as code and the inputs' shapes.
         PexgradError: where the library refuses the model.
     """
-    module = (copy.deepcopy(model) if isinstance(model, nn.Module) else model.module()).double()
-    x, y = (
-        trees.map_tensors(lambda t: t.detach().double() if t.is_floating_point() else t, tree)
-        for tree in (x, y)
-    )
+    module = copy.deepcopy(model) if isinstance(model, nn.Module) else model.module()
+    module._apply(doubled)
+    x, y = (trees.map_tensors(doubled, tree) for tree in (x, y))
     params = dict(module.named_parameters())
     losses, want = per_example_value_and_grad(module, loss, strategy="naive")(params, x, y)
     jacobian = per_example_jacobian(module, loss, verify=False)(params, x, y)
@@ -99,8 +97,15 @@ def _as_code(model: Any, x: Any, y: Any) -> str:
 # --- layers ---------------------------------------------------------------------------------------
 
 
+class _Code:
+    """What hypothesis prints as code that makes it, and not by its fields."""
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+
 @dataclass(frozen=True, repr=False)
-class ConvConfig:
+class ConvConfig(_Code):
     """A convolution and the size of its input; its `repr` is code that makes the layer."""
 
     batch: int
@@ -116,9 +121,6 @@ class ConvConfig:
 
     def __repr__(self) -> str:
         return repr(self._layer())
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis would print the fields
-        printer.text(repr(self))
 
     def _layer(self) -> Layer:
         n = len(self.size)
@@ -143,7 +145,7 @@ class ConvConfig:
 
 
 @dataclass(frozen=True, repr=False)
-class LinearConfig:
+class LinearConfig(_Code):
     """A linear layer and the leading dimensions of its input, the batch first; its `repr` is code that makes the layer."""
 
     batch: int
@@ -153,9 +155,6 @@ class LinearConfig:
 
     def __repr__(self) -> str:
         return repr(Layer("Linear", self.features, () if self.bias else (("bias", False),)))
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis would print the fields
-        printer.text(repr(self))
 
     def module(self) -> nn.Module:
         """The layer, always with the same weights."""
@@ -227,7 +226,7 @@ def _up_to(largest: int) -> SearchStrategy[int]:
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(_Code):
     """A layer of torch.nn as code."""
 
     name: str
@@ -238,16 +237,13 @@ class Layer:
         arguments = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs)]
         return f"nn.{self.name}({', '.join(arguments)})"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis would print the fields
-        printer.text(repr(self))
-
     def module(self) -> nn.Module:
         """The layer itself."""
         return getattr(nn, self.name)(*self.args, **dict(self.kwargs))
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(_Code):
     """A small classifier of examples of one shape; its `repr` is code that makes it."""
 
     layers: tuple[Layer, ...]
@@ -256,9 +252,6 @@ class ModelConfig:
 
     def __repr__(self) -> str:
         return f"nn.Sequential({', '.join(map(repr, self.layers))})"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis would print the fields
-        printer.text(repr(self))
 
     def module(self) -> nn.Module:
         """The model, always with the same weights."""

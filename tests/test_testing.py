@@ -188,3 +188,10 @@ else:
     raise AssertionError
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_complex_models_are_checked_in_double_precision():
+    model = nn.Linear(3, 2, dtype=torch.complex64)
+    check_per_example_grad(
+        model, torch.randn(4, 3, dtype=torch.complex64), loss=lambda o, _: o.abs().square().sum(1)
+    )

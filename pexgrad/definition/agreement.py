@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.numerics import flat, real, weighted
+from ..base.numerics import flat, is_inexact, real, weighted
 from ..errors import VerificationError
 from ..operator.clipping import Clipping
 from ..operator.jacobian import Jacobian
 
 Compare = Callable[[str, Any, Tensor], None]
+
+
+def doubled(t: Tensor) -> Tensor:
+    """`t` in double precision, real or complex; integers and booleans as they are."""
+    wide = torch.complex128 if t.is_complex() else torch.float64
+    return t.detach().to(wide) if is_inexact(t) else t.detach()
 
 
 def refuse_difference(jacobian: Jacobian, losses: Tensor, want: dict[str, Tensor], tolerance: float) -> None:
