@@ -1,4 +1,4 @@
-"""How a transform composes with what is around a call: modes, threads, nested parameters, other transforms, pickle.
+"""How a transform composes with what is around a call: modes, threads, nested parameters, other transforms.
 
 The transform itself works on flat dicts of ordinary tensors with autograd on. `composable` brings every call to
 that, or to the flat graph of the transform (see `lower.py`) where its tensors belong to `torch.func` or `torch.compile`.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..base import modes, nested, trees
 from ..base.fakes import TRACING
 from ..base.modes import without_autocast
-from ..errors import InputError, PexgradError, TraceError
+from ..errors import InputError, TraceError
 from ..flat.lower import Lowered, lower
 from ..flat.lowered_module import with_arguments
 from ..flat.stacked import is_random, run_stacked
@@ -34,6 +32,7 @@ from ..inputs.snapshot import Held, Place, Snapshot, snapshot
 from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline
 from . import compiled
+from .pickling import Pickled
 from .repeats import Repeats
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def _nested_result(result: Any, paths: nested.Structure) -> Any:
     return result
 
 
-class Composable:
+class Composable(Pickled):
     """The part of a transform that is about what is around it."""
 
     _model: Bound
@@ -341,47 +340,3 @@ class Composable:
         with torch.no_grad(), without_autocast(call.params[next(iter(params))].device.type):
             flat = run_stacked(lowered.module, values, members)
         return pytree.tree_unflatten(flat, lowered.spec)
-
-    # --- pickle -----------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        for name, part in (("model", self._model.model), ("loss", self._loss.loss)):
-            _check_pickles(name, part)
-        return self._state()
-
-    def _state(self) -> dict[str, Any]:
-        """What the transform is made of, without what it has traced."""
-        traced = object.__new__(type(self))
-        traced._reset()
-        return {k: v for k, v in vars(self).items() if k not in vars(traced)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-
-    def __copy__(self) -> Self:
-        other = object.__new__(type(self))
-        other.__setstate__(self._state())
-        return other
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        other = object.__new__(type(self))
-        other.__setstate__(copy.deepcopy(self._state(), memo))
-        return other
-
-
-class _WithoutTensors(pickle.Pickler):
-    """Goes through what pickle would, but does not write the numbers."""
-
-    def persistent_id(self, obj: Any) -> str | None:
-        return "tensor" if isinstance(obj, Tensor) else None
-
-
-def _check_pickles(name: str, part: Any) -> None:
-    try:
-        _WithoutTensors(io.BytesIO()).dump(part)
-    except Exception as e:
-        raise PexgradError(
-            f"the function cannot be pickled because its {name} cannot: {e}; use functions and classes that are defined "
-            "at the top level of a module, or make the function again where it is needed"
-        ) from e

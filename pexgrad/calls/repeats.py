@@ -91,10 +91,10 @@ def _may_repeat(transform: Composable, call: Call) -> bool:
     special = torch.is_autocast_enabled(device) or torch.is_anomaly_enabled()
     outside = forward_ad._current_level < 0 and not special
     small = 0 < call.bytes_of_rows() <= SMALL
-    return plain and outside and small and is_plain_loss(transform._loss) and _is_of_tensors(call)
+    return plain and outside and small and is_plain_loss(transform._loss) and _takes_tensors(call)
 
 
-def _is_of_tensors(call: Call) -> bool:
+def _takes_tensors(call: Call) -> bool:
     """Whether a call takes parameters and tensors of no special kind, and nothing else that could change in place."""
     x, _ = trees.flatten(trees.as_call(call.x))
     values = [*call.params.values(), *x, *([] if call.y is None else [call.y])]
