@@ -6,7 +6,9 @@ import functools
 
 import pytest
 import torch
-from cases.case import labels, wave
+import torch.nn as nn
+import torch.nn.functional as F
+from cases.case import Net, labels, wave
 from models import each, pick, select
 from oracle import assert_rows_equal, copied, norms_of, rows_of, rows_of_function
 
@@ -397,3 +399,21 @@ def test_nested_parameters():
     torch.testing.assert_close(fisher["a"]["w"], rows["a"]["w"].square().mean(0))
     room = {"a": {"w": torch.zeros(5, 4, 3)}, "b": torch.zeros(5, 3, 2)}
     torch.testing.assert_close(jacobian.rows(out=room), rows)
+
+
+WITHOUT_DERIVATIVES_OF_THEIR_BACKWARD = {
+    "none at zero": lambda w: w.logcumsumexp(0),
+    "none": F.hardsigmoid,
+    "none, and many results": lambda w: F.embedding_bag(torch.tensor([[0, 1]] * 4), w[:, None], mode="max")[
+        :, 0
+    ],
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_DERIVATIVES_OF_THEIR_BACKWARD)
+def test_directions_through_what_has_no_second_derivative(name):
+    derive = WITHOUT_DERIVATIVES_OF_THEIR_BACKWARD[name]
+    model = Net(lambda s, x: torch.tanh(x * derive(s.w)), w=nn.Parameter(torch.randn(4)))
+    x, v = torch.randn(5, 4), torch.randn(4)
+    jacobian = pexgrad.per_example_jacobian(model, wave)(dict(model.named_parameters()), x)
+    torch.testing.assert_close(jacobian @ {"w": v}, rows_of(model, wave, x, None)["w"] @ v)

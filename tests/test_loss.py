@@ -407,3 +407,29 @@ def test_nothing_keeps_a_loss_alive():
     held = made()
     gc.collect()
     assert held() is None
+
+
+SQUEEZING = {
+    "each": lambda o, y: F.mse_loss(o.squeeze(), y, reduction="none"),
+    "mean": lambda o, y: F.mse_loss(o.squeeze(), y),
+    "rows": lambda o, y: (o.squeeze() - y).square().sum(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("first", [1, 2, 5])
+@pytest.mark.parametrize("loss", SQUEEZING)
+def test_a_loss_that_squeezes(loss, first):
+    """It takes the batch away where there is one example."""
+    torch.manual_seed(0)
+    model, loss = nn.Linear(4, 1), SQUEEZING[loss]
+    fn, params = pexgrad.per_example_grad(model, loss), dict(model.named_parameters())
+    chunked = pexgrad.per_example_grad(model, loss, chunk_size=2)
+    for b in (first, 1, 3, 5):
+        x, y = torch.randn(b, 4), torch.randn(b)
+        for answer in (fn, chunked):
+            assert_rows_equal(answer(params, x, y), rows_of(model, loss, x, y))
+    graph = fn.lower(params, torch.randn(5, 4), torch.randn(5))
+    for b in (1, 5, 8) if graph.meta["batch"] == "any" else (5,):
+        x, y = torch.randn(b, 4), torch.randn(b)
+        assert_rows_equal(graph(params, x, y), rows_of(model, loss, x, y))

@@ -256,3 +256,24 @@ def test_parameters_without_dimensions_and_no_examples_that_count(kept):
     clipped = pexgrad.clipped_grad(f, wave, max_norm=1.0)(params, x, mask=torch.zeros(kept, dtype=torch.bool))
     assert clipped.grads["a"].shape == () and clipped.grads["a"] == 0 and clipped.norms.shape == (kept,)
     assert pexgrad.clipped_grad(f, wave, max_norm=1.0)(params, x[:0]).grads["a"] == 0
+
+
+def test_a_buffer_made_of_a_parameter_is_refused():
+    """Part of the gradient would go through it."""
+    model = Net(lambda s, x: F.linear(x - s.mean, s.w), w=nn.Parameter(torch.randn(5, 4)))
+    model.register_buffer("mean", model.w.mean(0))
+    x, y = batch()
+    for strategy in ("crb", "naive"):
+        with pytest.raises(pexgrad.InputError, match=r"buffer 'mean' has been computed from 'w'.*detach"):
+            pexgrad.per_example_grad(model, strategy=strategy)(named(model), x, y)
+    model.mean = model.mean.detach()
+    rows = pexgrad.per_example_grad(model)(named(model), x, y)
+    assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+
+
+def test_bags_scaled_by_frequency():
+    """By how often an id occurs in its own example; the first two have none twice."""
+    model = Net(lambda s, i: s.bag(i), bag=nn.EmbeddingBag(7, 5, mode="sum", scale_grad_by_freq=True))
+    x, y = torch.tensor([[0, 1, 2], [3, 4, 5], [1, 1, 2]]), labels(3)
+    rows = pexgrad.per_example_grad(model)(named(model), x, y)
+    assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))

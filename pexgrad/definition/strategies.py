@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..base import trees
+from ..base.history import read_from
 from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.loss import ExampleLosses
 from ..inputs.rebind import Bound
 from ..operator.jacobian import Jacobian
-from ..operator.pullback import history
 
 
 def _example_loss(model: Bound, losses: ExampleLosses, one: Call) -> Tensor:
@@ -28,13 +28,12 @@ def _example_loss(model: Bound, losses: ExampleLosses, one: Call) -> Tensor:
 
 def _refuse_other_ways(loss: Tensor, model: Bound, at: Call) -> None:
     """Raise where an example's loss depends on the module's own parameters, not only on those that it is called with."""
-    own = {id(p): k for k, p in model.parameters().items() if k in set(at.trainable)}
+    own = {k: p for k, p in model.parameters().items() if k in set(at.trainable)}
     # what a call is given may itself be made of them, where its result is to be differentiated
-    given = [t.grad_fn for t in at.flat()]
-    read = {own[id(n.variable)] for n in history(loss, given) if id(getattr(n, "variable", None)) in own}
+    read = read_from(loss, own, until=[t.grad_fn for t in at.flat()])
     if read:
         raise LossError(
-            f"the loss reads {', '.join(map(repr, sorted(read)))} from the model itself, past the parameters that the function "
+            f"the loss reads {', '.join(map(repr, read))} from the model itself, past the parameters that the function "
             "is called with, so that part of the gradient would be missing; let the model return what the loss needs of them"
         )
 

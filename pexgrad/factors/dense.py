@@ -49,7 +49,8 @@ class Replay(Factor):
     """The fallback: exact for any operation, one vector-Jacobian product of it for each example."""
 
     vjp_of_example: Callable[[int], Tensor]  # b -> (*shape)
-    vjp_of_weights: Callable[[Tensor], Tensor]  # (total,) -> (*shape)
+    # (total,) -> (*shape); None where the operation's own backward may not be linear in what arrives at it
+    vjp_of_weights: Callable[[Tensor], Tensor] | None
     start: int
     length: int
     total: int
@@ -74,6 +75,8 @@ class Replay(Factor):
         return "replayed for each example"
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
+        if self.vjp_of_weights is None:
+            return super().weighted_sum(weights)
         padded = weights.new_zeros(self.total)
         padded[self.start : self.start + self.length] = weights
         return self.vjp_of_weights(padded)

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..base import trees
 from ..base.checks import one_of, positive_int
+from ..base.history import read_from
 from ..base.memory import refuse_shared
 from ..base.numerics import is_inexact
 from ..errors import InputError
@@ -88,6 +89,7 @@ def check_call(model: Bound, params: Params, x: Any, y: Any) -> Call:
     for k in trainable:
         _check_trainable(k, params[k])
     full = dict(params) | {k: p for k, p in own.items() if k not in params}
+    _check_buffers(module.buffers, {k: own[k] for k in trainable if k in own})
     leaves, targets = trees.flatten(trees.as_call(x))[0], trees.flatten(y)[0]
     batch = trees.batch_size(leaves, targets)
     if any(isinstance(t, Tensor) and t.is_meta for t in (*full.values(), *leaves, *targets)):
@@ -139,6 +141,16 @@ def _check_parameter(model: Bound, name: str, p: Any, own: dict[str, Tensor]) ->
         raise InputError(
             f"params[{name!r}] has shape {tuple(p.shape)}, the model's parameter {tuple(own[name].shape)}"
         )
+
+
+def _check_buffers(buffers: Mapping[str, Tensor], trainable: dict[str, Tensor]) -> None:
+    for name, b in buffers.items():
+        if b.grad_fn is not None and (read := read_from(b, trainable)):
+            raise InputError(
+                f"buffer '{name}' has been computed from {', '.join(map(repr, read))}, with autograd recording it, so that a "
+                "part of the gradient goes through it to parameters as they were then; register it .detach()ed, or compute "
+                "it in the forward"
+            )
 
 
 def _check_trainable(name: str, p: Tensor) -> None:

@@ -128,6 +128,8 @@ class ExampleLosses:
         return torch.stack([self._scalar(self.loss(*examples(b))) for b in range(batch)])
 
     def _of_examples(self, value: Tensor, batch: int) -> Tensor:
+        if type(batch) is int and batch == 1:  # of which a loss that squeezes gives a number
+            return self._scalar(value).reshape(1)
         if value.dim() == 0 or value.shape[0] != batch:
             raise LossError(
                 f"{_name(self.loss)} returned shape {tuple(value.shape)} for a batch of {batch}; return one number, "

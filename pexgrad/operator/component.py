@@ -123,15 +123,20 @@ class Component:
         """(b,): the inner product of each row with `v`."""
         parts = []
         for term in self.terms:
-            if term.goes_by_rows:
+            tangent = self._tangent(term, v)
+            if tangent is None:
                 parts += [Rows(rows).dot(v[k]) for k, rows in self._term_rows(term)]
-                continue
-            if term.window is not None:
-                tangent = term.window.of(v[term.window.param], self.leaves[term.window.param])
             else:
-                tangent = jvp(term.value, self.leaves, term.params, v, self.create_graph)
-            parts.append(term.factor.balanced().dot(tangent))
+                parts.append(term.factor.balanced().dot(tangent))
         return torch.stack(parts).sum(0) if parts else self.terms[0].value.new_zeros(self.batch).real
+
+    def _tangent(self, term: Term, v: dict[str, Tensor]) -> Tensor | None:
+        """The derivative of a term's value along `v`; None where it takes rows."""
+        if term.window is not None:
+            return term.window.of(v[term.window.param], self.leaves[term.window.param])
+        if term.goes_by_rows:
+            return None
+        return jvp(term.value, self.leaves, term.params, v, self.create_graph)
 
     # --- squares and inner products -----------------------------------------------------------------
 
@@ -228,6 +233,8 @@ def _upright(term: Term, p: Tensor) -> tuple[Window, Factor]:
     assert window is not None
     turned = window.size == tuple(p.shape[::-1]) and window.stride == tuple(p.stride()[::-1])
     if window.whole or p.dim() != 2 or not turned or not isinstance(factor, Outer) or factor.g.shape[2] != 1:
+        return window, factor
+    if (factor.g.shape[3], factor.x.shape[3]) != window.size:  # of its rows and columns in another way
         return window, factor
     swapped = replace(factor, g=factor.x, x=factor.g, shape=tuple(p.shape))
     return Window.identity(window.param, p), swapped

@@ -7,15 +7,17 @@ example at a time for rows, once for a weighted sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import BuiltinFunctionType
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.autograd.function import BackwardCFunction
 
 from ..base.fakes import is_recorded
+from ..base.history import history
 from ..base.memory import is_injective
 from ..base.nodes import storage, value
 from ..base.numerics import real
@@ -97,7 +99,7 @@ def find_window(trace: Trace, operand: Operand, params: dict[str, Tensor]) -> Wi
         p = params[name]
         if storage(node) != storage(operand.node) or view.dtype != p.dtype or view.is_conj() or view.is_neg():
             continue
-        if not _is_dense(p) or _overlaps(view):
+        if not _is_dense(p) or _overlaps(view) or not _is_seen_through_views(operand.node, node):
             return None
         # relative: the parameter may itself be a part of a larger piece of memory
         offset = int(view.storage_offset()) - int(value(node).storage_offset())
@@ -105,6 +107,15 @@ def find_window(trace: Trace, operand: Operand, params: dict[str, Tensor]) -> Wi
         onto = view.numel() == p.numel() and 0 not in view.stride()
         return Window(name, tuple(view.shape), tuple(view.stride()), offset, whole, onto)
     return None
+
+
+def _is_seen_through_views(seen: fx.Node, param: fx.Node) -> bool:
+    """Whether torch's own views lead to a parameter: a user's function that returns one may have a backward of its own."""
+    while seen is not param:
+        if seen.op != "call_function" or not isinstance(seen.target, OpOverload | BuiltinFunctionType):
+            return False
+        seen = seen.all_input_nodes[0]
+    return True
 
 
 def _is_dense(p: Tensor) -> bool:
@@ -128,18 +139,6 @@ def _overlaps(view: Tensor) -> bool:
 def is_linear(derived: Tensor) -> bool:
     """Whether the pullback is known to be linear: torch's own are; a custom `autograd.Function` may do anything, or detach."""
     return not any(isinstance(node, BackwardCFunction) for node in history(derived))
-
-
-def history(t: Tensor, until: Iterable[Any] = ()) -> Iterator[Any]:
-    """The nodes of autograd that lie behind a value, as far as those of `until`."""
-    seen: set[Any] = {None, *until}
-    left: list[Any] = [t.grad_fn]
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            left += [before for before, _ in node.next_functions]
 
 
 def vjp(
@@ -193,13 +192,20 @@ def jvp(
     names: tuple[str, ...],
     v: dict[str, Tensor],
     create_graph: bool,
-) -> Tensor:
-    """The derivative of `derived` along `v`, as the gradient of a vector-Jacobian product by its (linear) cotangent."""
+) -> Tensor | None:
+    """The derivative of `derived` along `v`, as the gradient of a vector-Jacobian product by its (linear) cotangent.
+
+    None where torch's backward of an operation has none of its own, or none at zero (that of `logcumsumexp` takes a logarithm).
+    """
     with torch.enable_grad():
         u = torch.zeros_like(derived).requires_grad_()
-        grads = dict(vjp(derived, leaves, names, u, create_graph=True))
-        total = [real(g * v[k].conj()).sum() for k, g in grads.items() if g.requires_grad]
-        if not total:
-            return torch.zeros_like(derived)
-        (tangent,) = torch.autograd.grad(torch.stack(total).sum(), [u], create_graph=create_graph)
-    return tangent
+        try:
+            grads = dict(vjp(derived, leaves, names, u, create_graph=True))
+            total = [real(g * v[k].conj()).sum() for k, g in grads.items() if g.requires_grad]
+            if not total:
+                return torch.zeros_like(derived)
+            (tangent,) = torch.autograd.grad(torch.stack(total).sum(), [u], create_graph=create_graph)
+        except (RuntimeError, NotImplementedError):
+            return None
+    known = is_recorded(tangent) or bool(tangent.isfinite().all())
+    return tangent if known else None

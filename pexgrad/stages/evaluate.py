@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.node import map_arg
 
@@ -238,7 +239,9 @@ class Backward:
             result = bound.site.node.target(*args, **kwargs)  # type: ignore[operator]
         outputs = _outputs(result, bound.site)
         present = [
-            (out, g, at) for out, g, at in zip(outputs, own, bound.layouts, strict=True) if g is not None
+            (out, g, at)
+            for out, g, at in zip(outputs, own, bound.layouts, strict=True)
+            if g is not None and out.requires_grad  # another output may have nothing to do with this operand
         ]
 
         def vjp(masked: list[Tensor]) -> Tensor:
@@ -250,9 +253,14 @@ class Backward:
 
         return Replay(
             lambda b: vjp([at.only(g, batch, b) for _, g, at in present]),
-            lambda w: vjp([at.scale(g, w) for _, g, at in present]),
+            (lambda w: vjp([at.scale(g, w) for _, g, at in present])) if _is_of_torch(bound.site.node) else None,
             0, batch, batch, tuple(operand.shape), operand.dtype,
         )  # fmt: skip
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    """Whether it is one of torch's own, whose backward is linear: a user's may clip or round what arrives at it."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == "aten"
 
 
 def _outputs(result: Any, site: Site) -> list[Tensor]:

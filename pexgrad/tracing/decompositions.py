@@ -17,6 +17,7 @@ from ..base.source import calling_line
 from ..errors import ANY_MODEL, TraceError
 from .contractions import CONTRACTIONS
 from .lookups import LOOKUPS
+from .squeezes import SQUEEZES
 from .unrolled import over_time
 
 aten = torch.ops.aten
@@ -197,8 +198,9 @@ def _in_one_precision(
     return of_x.to(x.dtype), *others
 
 
-# of what autograd adds to a graph
+# of what a loss and autograd add to a graph
 BACKWARD = {
+    **SQUEEZES,
     aten.native_batch_norm_backward.default: batch_norm_backward,
     aten.native_group_norm_backward.default: group_norm_backward,
     aten.native_layer_norm_backward.default: layer_norm_backward,
@@ -218,4 +220,5 @@ DECOMPOSITIONS = {
     aten._pack_padded_sequence.default: refuse_packing,
     **LOOKUPS,
     **CONTRACTIONS,
+    **SQUEEZES,
 }

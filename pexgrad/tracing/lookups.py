@@ -30,7 +30,7 @@ def embedding_bag(
     places = torch.arange(indices.shape[0], dtype=offsets.dtype, device=offsets.device)
     # of several bags that start at one place, the last is not empty
     bag = torch.searchsorted(starts, places, right=True) - 1
-    rows = aten.embedding.default(weight, indices, -1, False, scale_grad_by_freq)
+    rows = aten.embedding.default(weight, indices, -1, scale_grad_by_freq, False)
     counted = torch.ones_like(indices, dtype=weight.dtype)
     if padding_idx is not None:
         counted = (indices != padding_idx % weight.shape[0]).to(weight.dtype)

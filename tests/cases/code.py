@@ -274,6 +274,30 @@ def function_with_a_parameter(b):
     return two(lambda s, x: s.b(torch.tanh(DoubledLinear.apply(s.a(x), s.w))), b, w=param(4, 4))
 
 
+class ClampedLinear(torch.autograd.Function):
+    """x @ w.T whose gradient in w is clamped: not linear in what arrives, so that no sum of examples goes through it."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w, (g.T @ x).clamp(-0.01, 0.01)
+
+
+@case("custom_backward", "may_refuse")
+def function_that_clamps_the_gradient_of_a_parameter(b):
+    return two(lambda s, x: s.b(torch.tanh(ClampedLinear.apply(s.a(x), s.w))), b, w=param(4, 4))
+
+
+@case("custom_backward", "prelude", "may_refuse")
+def gradient_reversal_on_a_weight(b):
+    return two(lambda s, x: s.b(torch.tanh(F.linear(x, ReverseGradient.apply(s.a.weight, 2.0)))), b)
+
+
 @case("custom_backward", "may_refuse")
 def gradient_reversal_function(b):
     return two(lambda s, x: s.b(ReverseGradient.apply(s.a(x), 0.5)), b)

@@ -93,3 +93,20 @@ def mixer_block(b):
 @case("dense")
 def linear_with_a_vector_for_its_weight(b):
     return Net(lambda s, x: F.linear(x, s.w), w=param(4)), torch.randn(b, 3, 4), None, wave
+
+
+@case("dense", warns=("ignore:Using a target size",))
+def linear_squeezed(b):
+    """Which takes the batch away, too, where there is one example."""
+    net = Net(lambda s, x: s.a(x).squeeze(), a=nn.Linear(4, 1))
+    return net, torch.randn(b, 4), torch.randn(b), F.mse_loss
+
+
+@case("dense")
+def squeezed_on_the_way(b):
+    def forward(s, x):
+        h = torch.tanh(x.squeeze() * s.w).reshape(x.shape[0], 1, -1)
+        h = s.a(h.squeeze(1).squeeze(0)).reshape(x.shape[0], 1, -1)
+        return torch.sin(h).squeeze_().reshape(x.shape[0], -1)
+
+    return Net(forward, w=param(4), a=nn.Linear(4, 5)), torch.randn(b, 1, 4), labels(b), F.cross_entropy

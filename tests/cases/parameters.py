@@ -450,3 +450,18 @@ def mixture_of_experts_with_a_gate(b):
         labels(b),
         F.cross_entropy,
     )
+
+
+@case("raw")
+def gaussian_policy(b):
+    """The log-probability of actions, whose mean depends on the state and whose scale does not."""
+
+    def forward(s, state, action):
+        return torch.distributions.Normal(s.mean(state), s.log_scale.exp()).log_prob(action)
+
+    return (
+        Net(forward, mean=nn.Linear(3, 2), log_scale=param(2)),
+        (torch.randn(b, 3), torch.randn(b, 2)),
+        None,
+        wave,
+    )

@@ -252,3 +252,14 @@ def addmm_with_a_complex_alpha(b):
         return torch.view_as_real(torch.addmm(c, x, w, alpha=1 + 2j)).flatten(1)
 
     return of(forward, torch.randn(b, 4), w=param(4, 3, 2), c=param(3, 2))
+
+
+@case("product")
+def transposes_that_are_summed_over(b):
+    """No rows of one operand and columns of the other."""
+
+    def forward(s, x):
+        inner = torch.einsum("bij,ij->b", x, s.v.T)[:, None, None]
+        return torch.tanh(inner * torch.einsum("b,ij->bij", x[:, 0, 0], s.v.T)).sum(1)
+
+    return Net(forward, v=param(5, 3)), torch.randn(b, 3, 5), labels(b, 5), F.cross_entropy
