@@ -25,7 +25,7 @@ from .stages.losses import Losses, Outputs, decided
 from .stages.plan import Use, nodes_needed, plan_site
 from .stages.probe import Layouts, first_layouts, probe, refuse_mixing_in
 from .stages.rewrite import rewrite
-from .stages.sample import alike, draw, still_alike
+from .stages.sample import MADE_UP, alike, draw, still_alike
 from .stages.sites import Operand, Site, find_sites
 from .stages.tap import Program, Slots, tap
 from .tracing.rehearsal import rehearsed
@@ -104,14 +104,7 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
     windows = {o.node: find_window(traced, o, call.params) for s in sites for o in s.operands}
     program = tap(traced, sites, uses)
     with StandStill():
-        try:
-            sample = draw(traced.serves, call, scramble=True)
-            layouts = _layouts(traced, sites, program, sample)
-        except (IndexError, RuntimeError) as e:
-            if isinstance(e, PexgradError):
-                raise
-            sample = draw(traced.serves, call, scramble=False)
-            layouts = _layouts(traced, sites, program, sample)
+        sample, layouts = _probed(traced, sites, program, call)
         outputs = Outputs(traced, layouts.outputs, copied)
         if call.batch > sample.batch:
             refuse_mixing_in(call.at_leaves(), traced, program, layouts.outputs)
@@ -130,6 +123,18 @@ def _trace_serving(model: Bound, call: Call) -> Trace:
             break
         traced = trace(model, call, hint=hint)
     return traced
+
+
+def _probed(traced: Trace, sites: list[Site], program: Program, call: Call) -> tuple[Call, Layouts]:
+    """A few examples that the model takes, and what they tell."""
+    for made_up in MADE_UP:
+        try:
+            sample = draw(traced.serves, call, made_up)
+            return sample, _layouts(traced, sites, program, sample)
+        except (IndexError, RuntimeError) as e:
+            if isinstance(e, PexgradError) or made_up == MADE_UP[-1]:
+                raise
+    raise AssertionError
 
 
 def _layouts(traced: Trace, sites: list[Site], program: Program, sample: Call) -> Layouts:

@@ -226,16 +226,30 @@ class Flagged(nn.Module):
     def __init__(self):
         super().__init__()
         self.lin, self.hidden, self.flag = nn.Linear(4, 3), [nn.LeakyReLU(0.1)], torch.tensor(1.0)
+        self.hides, self.slots = Hidden(), Slots(other=nn.Linear(1, 1))
+
+    class Settings:
+        """What is named through the class."""
+
+        scale = 1.0
 
     def forward(self, x):
-        return self.hidden[0](self.lin(x)) * SCALE * self.scale * self.flag.item() * helper()
+        by = self.hides.scale * self.slots.scale * Flagged.Settings.scale
+        return self.hidden[0](self.lin(x)) * SCALE * self.scale * self.flag.item() * helper() * by
+
+    def training_step(self):  # no part of the forward
+        self.hides.steps += 1
 
 
 MODULES = {
     "global": lambda m: set_global("SCALE", 3.0)(),
     "attribute of the class": lambda m: setattr(Flagged, "scale", 3.0),
     "number of a tensor": lambda m: m.flag.fill_(3.0),
+    "number of a tensor, by its data": lambda m: m.flag.data.mul_(3),
     "another tensor": lambda m: setattr(m, "flag", torch.tensor(3.0)),
+    "an object": lambda m: setattr(m.hides, "_scale", 3.0),
+    "an object with slots": lambda m: setattr(m.slots, "scale", 3.0),
+    "a class in the class": lambda m: setattr(Flagged.Settings, "scale", 3.0),
     "a module in a list": lambda m: setattr(m.hidden[0], "negative_slope", 0.7),
 }
 
@@ -243,9 +257,11 @@ MODULES = {
 @pytest.mark.parametrize("change", MODULES)
 def test_what_a_module_reads(change, monkeypatch):
     monkeypatch.setattr(Flagged, "scale", 1.0)
+    monkeypatch.setattr(Flagged.Settings, "scale", 1.0)
     model, x, y = Flagged(), torch.randn(5, 4), torch.arange(5) % 3
     params, fn = dict(model.named_parameters()), pexgrad.per_example_grad(model)
-    for _ in range(2):
+    for step in range(2):
+        model.hides.steps = step  # which is not read
         assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
     assert fn.trace_count == 1
     MODULES[change](model)
@@ -485,3 +501,35 @@ def test_objects_that_refuse_to_be_gone_through(held):
     x, y = torch.randn(4, 4), torch.arange(4) % 3
     rows = pexgrad.per_example_grad(model)(dict(model.named_parameters()), x, y)
     assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+
+
+def test_what_is_reached_through_other_objects():
+    """Of those, too, what the code names; and nothing else."""
+    inner, outer = Hidden(), Hidden()
+    inner.beta, inner.other, outer.inner = 1.0, nn.Linear(1, 1), inner
+
+    class Scaled:
+        def __init__(self):
+            self.outer = outer
+
+        def loss(self, o, y):
+            return self.outer.inner.beta * F.cross_entropy(o, y, reduction="none")
+
+    scaled, model, x, y = Scaled(), nn.Linear(4, 3), torch.randn(5, 4), torch.arange(5) % 3
+    params = dict(model.named_parameters())
+    through = {
+        "a function": pexgrad.per_example_grad(lambda p, x: F.linear(x, p["weight"]) * outer.inner.beta),
+        "a method": pexgrad.per_example_grad(model, scaled.loss),
+    }
+    first = {
+        k: fn({"weight": model.weight} if k == "a function" else params, x, y) for k, fn in through.items()
+    }
+    inner.steps = 1
+    inner.beta = 3.0
+    rows = through["a function"]({"weight": model.weight}, x, y)
+    want = rows_of_function(
+        lambda p, x: F.linear(x, p["weight"]) * 3.0, {"weight": model.weight}, F.cross_entropy, x, y
+    )
+    assert_rows_equal(rows, want)
+    rows = through["a method"](params, x, y)
+    assert_rows_equal(rows, {k: 3 * r for k, r in first["a method"].items()})

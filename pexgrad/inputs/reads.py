@@ -34,6 +34,7 @@ class _Names(NamedTuple):
 
 _known: weakref.WeakKeyDictionary[FunctionType, _Names] = weakref.WeakKeyDictionary()
 _own: weakref.WeakKeyDictionary[type, list[type]] = weakref.WeakKeyDictionary()
+_forward: weakref.WeakKeyDictionary[type, tuple[CodeType, frozenset[str]]] = weakref.WeakKeyDictionary()
 
 
 def of_function(function: FunctionType | MethodType) -> Reads:
@@ -64,8 +65,33 @@ def of_class(kind: type) -> Reads:
     return [
         (k, v)
         for k, v in held
-        if isinstance(v, FunctionType) or (isinstance(v, _PLAIN) and not k.startswith("__"))
+        if isinstance(v, FunctionType) or (isinstance(v, (*_PLAIN, type)) and not k.startswith("__"))
     ]
+
+
+def names_in_forward(kind: type) -> frozenset[str]:
+    """The names in a module's forward, and in those of its methods that are named there."""
+    forward = getattr(kind, "forward", None)
+    if not isinstance(forward, FunctionType):
+        return frozenset()
+    known = _forward.get(kind)
+    if known is None or known[0] is not forward.__code__:
+        known = _forward[kind] = forward.__code__, _methods(kind, names_in(forward))[1]
+    return known[1]
+
+
+def names_in_code(function: FunctionType | MethodType) -> frozenset[str]:
+    """The names in a function's code, and in the methods of its object that are named there."""
+    if isinstance(function, FunctionType):
+        return names_in(function)
+    code = function.__func__
+    names = names_in(code) if isinstance(code, FunctionType) else frozenset[str]()
+    return _methods(type(function.__self__), names)[1]
+
+
+def of_object(value: Any, names: frozenset[str]) -> Reads:
+    """The attributes and methods of an object that are named."""
+    return _named("", value, names)[1:]
 
 
 def _named(name: str, value: Any, names: frozenset[str]) -> Reads:

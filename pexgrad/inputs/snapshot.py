@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .reads import of_class, of_function
+from .reads import names_in_code, names_in_forward, of_class, of_function, of_object
 
 # how many references were found before a tensor's holder; the attribute, key or index in it
 Place = tuple[int, Any]
+Names = Callable[[], frozenset[str]]  # in the code that may read what is noted
 
 
 class Snapshot(NamedTuple):
@@ -69,21 +70,36 @@ class Snapshot(NamedTuple):
 
     def contents(self) -> dict[Place, Held]:
         """All loose tensors, as they are now."""
-        return {place: Held(t, _version(t)) for place, t in self.loose.items()}
+        return {place: Held(t, _version(t), _numbers(t)) for place, t in self.loose.items()}
 
     def holds(self, places: Mapping[Place, Held]) -> bool:
         """Whether each of the tensors is still in its place, and as it was."""
-        return all(
-            self.loose.get(place) is held.tensor and held.version in (None, _version(held.tensor))
-            for place, held in places.items()
-        )
+        return all(self.loose.get(place) is held.tensor and held.is_same() for place, held in places.items())
 
 
 class Held(NamedTuple):
-    """A tensor, and how often it had been changed in place where that matters."""
+    """A tensor, and where that matters how often it had been changed in place, and what was in it.
+
+    The latter for a few numbers: what is written by way of `.data`, or into an array of NumPy's in the same memory, counts as no
+    change.
+    """
 
     tensor: Tensor
     version: int | None
+    numbers: bytes | None = None
+
+    def is_same(self) -> bool:
+        """Whether it has not been changed since."""
+        same = self.version in (None, _version(self.tensor))
+        return same and self.numbers in (None, _numbers(self.tensor))
+
+
+def _numbers(t: Tensor) -> bytes | None:
+    """The bytes of a small tensor in a CPU's memory."""
+    plain = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and t.device.type == "cpu"
+    if not plain or t.numel() > _FEW:
+        return None
+    return bytes(t.detach().reshape(-1).contiguous().view(torch.uint8).tolist())
 
 
 def _version(t: Tensor) -> int | None:
@@ -101,6 +117,7 @@ _ATOMS = frozenset({
 _CODE = frozenset({FunctionType, MethodType, type})
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _END = object()
+_FEW = 64  # numbers that are looked at
 _MANY = 1000  # items of a container that is compared as a whole: it is data, and no setting
 
 
@@ -129,7 +146,8 @@ def _note_modules(root: nn.Module, found: Snapshot, seen: set[int], *, named: bo
     for m in modules:
         held = vars(m)
         found.references.append(m)
-        _note([(k, v) for k, v in held.items() if k not in MACHINERY], found, seen)
+        names = functools.partial(names_in_forward, type(m))
+        _note([(k, v) for k, v in held.items() if k not in MACHINERY], found, seen, names)
         for hooks in _HOOKS:
             if held.get(hooks):
                 _note(enumerate(held[hooks].values()), found, seen)
@@ -158,10 +176,13 @@ def _collect(
             _collect(child, f"{prefix}{name}.", modules, found, seen, named=named)
 
 
-def _note(items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int]) -> None:
+def _note(
+    items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int], names: Names = frozenset
+) -> None:
     """Note what is held or read, and what containers, settings, modules and code among it hold and read in turn.
 
-    A container is what is in it: `torch.func.functional_call` gives a recurrent layer new lists of the same weights.
+    Of any other object, the attributes that the code names. A container is what is in it: `torch.func.functional_call` gives a
+    recurrent layer new lists of the same weights.
     """
     here = len(found.references)
     for key, value in items:
@@ -179,13 +200,17 @@ def _note(items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int]) -> 
             _note_modules(value, found, seen, named=False)
         elif (inside := _inside(value)) is None:
             found.references.append(value)
+            if own := names():
+                seen.add(id(value))
+                _note(_attributes(value, own), found, seen, names)
         else:
             seen.add(id(value))
             if kind is FunctionType:
                 found.references.append(value.__code__)
             anew = isinstance(value, (*_CONTAINERS, MethodType))  # may be another object for the same thing
             found.references.append(kind if anew else value)
-            _note(inside, found, seen)
+            is_code = kind in (FunctionType, MethodType)
+            _note(inside, found, seen, functools.partial(names_in_code, value) if is_code else names)
             found.references.append(_END)
 
 
@@ -196,6 +221,13 @@ def _inside(value: Any) -> list[tuple[Any, Any]] | None:
         return None if found is None else list(found)
     except Exception:  # noqa: BLE001 - a class of the user's may refuse to be gone through; then it is itself alone
         return None
+
+
+def _attributes(value: Any, names: frozenset[str]) -> list[tuple[Any, Any]]:
+    try:
+        return of_object(value, names)
+    except Exception:  # noqa: BLE001 - as above
+        return []
 
 
 def _look_inside(value: Any) -> Iterable[tuple[Any, Any]] | None:

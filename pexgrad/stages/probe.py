@@ -7,6 +7,7 @@ row exact, and tells the outer part of a fold from the inner one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import torch
@@ -19,9 +20,11 @@ from ..errors import MixedExamplesError, TraceError, first_line
 from ..inputs.call import Call
 from ..tracing.trace import Trace
 from .layout import Anywhere, Layout, Untold, candidates
-from .sample import all_but, normal_like
+from .sample import all_but, normal_like, others_exchanged
 from .sites import Site
 from .tap import Forward, Program
+
+Change = Callable[[Tensor, int, torch.Generator], Tensor]  # (b, ...) with all examples but one changed
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +38,10 @@ class Layouts:
 def probe(trace: Trace, sites: list[Site], program: Program, sample: Call) -> Layouts:
     """Find every layout, or raise naming the operation that mixed the examples: at least two, in `sample`."""
     batch, generator = sample.batch, torch.Generator().manual_seed(0)
-    base = program.run(sample.values())
+    base, change = program.run(sample.values()), _change_for(program, sample)
     outputs = [list(candidates(value(n), trace.batch)) for n in program.outputs]
     for b in sorted({0, 1, batch - 1}):
-        others_changed = _with_others_changed(sample, b, generator)
+        others_changed = sample.with_inputs(lambda t, b=b: change(t, b, generator))
         after = program.run(others_changed.values()).outputs
         for i, options in enumerate(outputs):
             if options:
@@ -48,7 +51,7 @@ def probe(trace: Trace, sites: list[Site], program: Program, sample: Call) -> La
     chosen = [_only_one(options, where(n)) for options, n in zip(outputs, program.outputs, strict=True)]
     edges = _edge_layouts(trace, sites, base, chosen, batch, generator)
     if any(len(options) > 1 for options in edges):
-        edges = _told_by_values(program, _activations(sites), edges, sample)
+        edges = _told_by_values(program, _activations(sites), edges, sample, change)
     edges = [options[0] if len(options) == 1 else Untold(*astuple(options[0])) for options in edges]
     apart = [i for i, at in enumerate(edges) if isinstance(at, Anywhere)]
     if apart and not _same_alone(trace, program, sample, base, Layouts(chosen, edges), apart):
@@ -76,7 +79,8 @@ def refuse_mixing_in(call: Call, trace: Trace, program: Program, outputs: list[L
         pairs = [(at, x, y) for at, x, y in zip(outputs, whole, alone, strict=True) if at is not None]
         if all(_agree(at.view(x, batch)[b], at.view(y, size)[0], half) for at, x, y in pairs):
             continue
-        changed = _with_others_changed(call, b, torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        changed = call.with_inputs(lambda t, b=b, generator=generator: all_but(t, b, generator))
         try:
             after = program.run(changed.values()).outputs
         except (IndexError, RuntimeError):  # values that do not fit one another
@@ -88,8 +92,14 @@ def refuse_mixing_in(call: Call, trace: Trace, program: Program, outputs: list[L
             raise _mixed(trace, program, call, changed, b)
 
 
-def _with_others_changed(call: Call, b: int, generator: torch.Generator) -> Call:
-    return call.with_inputs(lambda t: all_but(t, b, generator))
+def _change_for(program: Program, sample: Call) -> Change:
+    """How to change the other examples: with noise, or where the model takes no such numbers by the values of one another."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        program.run(sample.with_inputs(lambda t: all_but(t, 0, generator)).values())
+    except (IndexError, RuntimeError):  # ids in a table of floats, probabilities
+        return others_exchanged
+    return all_but
 
 
 def _same_alone(
@@ -178,14 +188,18 @@ def _edge_layouts(
 
 
 def _told_by_values(
-    program: Program, activations: list[tuple[Site, fx.Node]], edges: list[list[Layout]], sample: Call
+    program: Program,
+    activations: list[tuple[Site, fx.Node]],
+    edges: list[list[Layout]],
+    sample: Call,
+    change: Change,
 ) -> list[list[Layout]]:
     """Where gradients were zero: the layouts in which no example's values change with the other examples."""
     generator = torch.Generator().manual_seed(0)
     before = _all_values(program, sample)
     left = list(edges)
     for b in range(sample.batch):
-        after = _all_values(program, _with_others_changed(sample, b, generator))
+        after = _all_values(program, sample.with_inputs(lambda t, b=b: change(t, b, generator)))
         for i, (site, out) in enumerate(activations):
             seen = _where_data_meets(out) if site.is_copies else out
             if len(left[i]) > 1 and seen in before:

@@ -18,19 +18,24 @@ from ..inputs.call import Call
 SIZES = (3, 2, 4, 5, 6, 8, 16, 32, 64)
 
 
-def draw(serves: Callable[[int], bool], call: Call, scramble: bool) -> Call:
-    """Take a few of the user's examples, repeated with some noise where there are too few.
+# what examples are made of where there are too few: values from elsewhere, which may not fit one another (boxes whose left edge
+# is right of the right one), numbers with noise, of which some models take none (ids in a table of floats), or the user's own
+MADE_UP = ("scrambled", "noisy", "repeated")
 
-    The second is the one that differs from the first in the most inputs. With `scramble`, made up examples get values that may
-    not fit one another (boxes whose left edge is right of the right one).
+
+def draw(serves: Callable[[int], bool], call: Call, made_up: str) -> Call:
+    """Take a few of the user's examples, repeated in one of the ways of `MADE_UP` where there are too few.
+
+    The second is the one that differs from the first in the most inputs.
     """
     batch = call.batch
     size = next((n for n in (*SIZES, batch) if serves(n)), batch)
     generator = torch.Generator().manual_seed(0)
     order = _order(call)
     few = call.take([order[i % batch] for i in range(size)])
-    if batch < size:
-        few = few.with_inputs(lambda t: _varied(t, batch, generator, scramble and batch == 1))
+    if batch < size and made_up != "repeated":
+        scramble = made_up == "scrambled" and batch == 1
+        few = few.with_inputs(lambda t: _varied(t, batch, generator, scramble))
     trainable = set(call.trainable)
     return few.at(
         {k: _jitter(p, generator) if k in trainable else p.detach() for k, p in call.params.items()}
@@ -116,5 +121,12 @@ def all_but(t: Tensor, b: int, generator: torch.Generator) -> Tensor:
     if not is_inexact(t):
         return t[b : b + 1].expand_as(t).clone()
     out = t + _noise(t, generator)
+    out[b] = t[b]
+    return out
+
+
+def others_exchanged(t: Tensor, b: int, _: torch.Generator) -> Tensor:
+    """`t` with all examples but b changed for one another, or for example b."""
+    out = t.roll(1, 0)
     out[b] = t[b]
     return out

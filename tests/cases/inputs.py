@@ -286,3 +286,24 @@ def autocast_inside_forward(b):
         labels(b),
         F.cross_entropy,
     )
+
+
+@case("input")
+def ids_in_a_table_of_floats(b):
+    """Which no noise may be added to."""
+    net = Net(
+        lambda s, x: s.out(torch.cat([s.ids(x[:, 0].long()), x[:, 1:]], 1)),
+        ids=nn.Embedding(100, 3),
+        out=nn.Linear(6, 5),
+    )
+    numbers = torch.randn(b, 3)
+    return net, torch.cat([ids(b, 1, 100).to(numbers), numbers], 1), labels(b), F.cross_entropy
+
+
+@case("input")
+def probabilities(b):
+    def forward(s, x):
+        h = s.out(x)
+        return h + F.binary_cross_entropy(x, torch.full_like(x, 0.5), reduction="none")[:, :1]
+
+    return Net(forward, out=nn.Linear(4, 5)), torch.rand(b, 4), labels(b), F.cross_entropy
