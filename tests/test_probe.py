@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from cases.case import Net, labels, wave
 from oracle import assert_rows_equal, rows_of
 
 import pexgrad
+from pexgrad.stages import sample
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -191,3 +193,26 @@ def test_a_users_operation_named_like_a_random_one_is_run_as_it_is():
         pexgrad.per_example_grad(mixing)(
             dict(model.named_parameters()), torch.randn(4, 4), torch.arange(4) % 3
         )
+
+
+def test_no_noise_where_ids_may_be_among_the_numbers(monkeypatch):
+    """As on a GPU, where an index out of range is the end of the process."""
+    monkeypatch.setattr(sample, "_takes_noise", lambda t: not sample.may_be_ids(t))
+    table = nn.Embedding(100, 3)
+    net = Net(lambda s, x: s.out(torch.cat([table(x[:, 0].long()), x], 1)), table=table, out=nn.Linear(5, 4))
+    params = dict(net.named_parameters())
+    for first in (1, 2, 5):
+        fn = pexgrad.per_example_grad(net)
+        for b in (first, 5):
+            x, y = torch.cat([torch.randint(2, 100, (b, 1)).double(), torch.randn(b, 1)], 1), labels(b, 4)
+            assert_rows_equal(fn(params, x, y), rows_of(net, F.cross_entropy, x, y))
+    mixing = Net(lambda s, x: s.out(x - x.mean(0)), out=nn.Linear(3, 4))
+    with pytest.raises(pexgrad.MixedExamplesError):
+        pexgrad.per_example_grad(mixing)(
+            dict(mixing.named_parameters()), torch.randint(2, 100, (5, 3)).double(), labels(5, 4)
+        )
+    assert [sample.may_be_ids(torch.tensor(v)) for v in ([0.0, 1.0], [0.5, 3.0], [1, 7])] == [
+        False,
+        True,
+        False,
+    ]

@@ -108,7 +108,8 @@ def _varied(t: Tensor, start: int, generator: torch.Generator, scramble: bool) -
     """`t` with other examples from `start` on: with noise on numbers; with `scramble`, with values from elsewhere in `t`."""
     out, part = t.clone(), t[start:]
     if is_inexact(t):
-        out[start:] += _noise(part, generator)
+        if _takes_noise(t):
+            out[start:] += _noise(part, generator)
     elif scramble and t.numel() and t.device.type == "cpu":  # an index out of range would end a CUDA process
         out[start:] = t.flatten()[torch.randint(t.numel(), part.shape, generator=generator, device="cpu")]
     return out
@@ -120,9 +121,21 @@ def all_but(t: Tensor, b: int, generator: torch.Generator) -> Tensor:
     """
     if not is_inexact(t):
         return t[b : b + 1].expand_as(t).clone()
+    if not _takes_noise(t):
+        return others_exchanged(t, b, generator)
     out = t + _noise(t, generator)
     out[b] = t[b]
     return out
+
+
+def _takes_noise(t: Tensor) -> bool:
+    """Whether noise may be tried: an index out of range is an error on a CPU, and may be the end of the process anywhere else."""
+    return t.device.type == "cpu" or not may_be_ids(t)
+
+
+def may_be_ids(t: Tensor) -> bool:
+    """Whether there are integers beyond 1 among real numbers, such as ids in a table of floats."""
+    return t.is_floating_point() and bool(((t == t.round()) & (t.abs() > 1)).any())
 
 
 def others_exchanged(t: Tensor, b: int, _: torch.Generator) -> Tensor:
