@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from .memory import storage_of
+from .numerics import is_inexact
 
 aten = torch.ops.aten
 
@@ -146,7 +147,7 @@ def is_differentiable(val: Any) -> bool:
     """Whether a fake value is, or holds, a floating or complex tensor."""
     if isinstance(val, tuple | list):
         return any(map(is_differentiable, val))
-    return isinstance(val, Tensor) and (val.dtype.is_floating_point or val.dtype.is_complex)
+    return isinstance(val, Tensor) and is_inexact(val)
 
 
 def where(node: fx.Node) -> str:

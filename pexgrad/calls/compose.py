@@ -26,7 +26,6 @@ from ..flat.stacked import is_random, run_stacked
 from ..flat.stacking import Stacked
 from ..inputs.arguments import Options, Params, check_call
 from ..inputs.call import Call
-from ..inputs.loss import ExampleLosses
 from ..inputs.rebind import Bound
 from ..inputs.snapshot import Held, Place, Snapshot, snapshot
 from ..operator.jacobian import Jacobian
@@ -129,8 +128,6 @@ def _nested_result(result: Any, paths: nested.Structure) -> Any:
 class Composable(Pickled):
     """The part of a transform that is about what is around it."""
 
-    _model: Bound
-    _loss: ExampleLosses
     _options: Options
 
     def _reset(self) -> None:

@@ -25,11 +25,7 @@ def is_random(module: fx.GraphModule) -> bool:
     return any(draws(n.target) for n in module.graph.nodes)
 
 
-def run_stacked(
-    module: fx.GraphModule,
-    values: Sequence[Tensor | Stacked],
-    members: int,
-) -> list[Tensor]:
+def run_stacked(module: fx.GraphModule, values: Sequence[Tensor | Stacked], members: int) -> list[Tensor]:
     """The graph's outputs, each with the members on dimension 0; plain `values` are the same for every member."""
     left = iter(values)
     found: dict[fx.Node, Any] = {}

@@ -89,7 +89,7 @@ def check_call(model: Bound, params: Params, x: Any, y: Any) -> Call:
     for k in trainable:
         _check_trainable(k, params[k])
     full = dict(params) | {k: p for k, p in own.items() if k not in params}
-    _check_buffers(module.buffers, {k: own[k] for k in trainable if k in own})
+    _check_buffers(module.buffers, own, trainable)
     leaves, targets = trees.flatten(trees.as_call(x))[0], trees.flatten(y)[0]
     batch = trees.batch_size(leaves, targets)
     if any(isinstance(t, Tensor) and t.is_meta for t in (*full.values(), *leaves, *targets)):
@@ -143,9 +143,9 @@ def _check_parameter(model: Bound, name: str, p: Any, own: dict[str, Tensor]) ->
         )
 
 
-def _check_buffers(buffers: Mapping[str, Tensor], trainable: dict[str, Tensor]) -> None:
+def _check_buffers(buffers: Mapping[str, Tensor], own: dict[str, Tensor], trainable: list[str]) -> None:
     for name, b in buffers.items():
-        if b.grad_fn is not None and (read := read_from(b, trainable)):
+        if b.grad_fn is not None and (read := read_from(b, {k: own[k] for k in trainable})):
             raise InputError(
                 f"buffer '{name}' has been computed from {', '.join(map(repr, read))}, with autograd recording it, so that a "
                 "part of the gradient goes through it to parameters as they were then; register it .detach()ed, or compute "

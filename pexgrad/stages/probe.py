@@ -41,7 +41,7 @@ def probe(trace: Trace, sites: list[Site], program: Program, sample: Call) -> La
     base, change = program.run(sample.values()), _change_for(program, sample)
     outputs = [list(candidates(value(n), trace.batch)) for n in program.outputs]
     for b in sorted({0, 1, batch - 1}):
-        others_changed = sample.with_inputs(lambda t, b=b: change(t, b, generator))
+        others_changed = _with_others_changed(sample, b, change, generator)
         after = program.run(others_changed.values()).outputs
         for i, options in enumerate(outputs):
             if options:
@@ -79,8 +79,7 @@ def refuse_mixing_in(call: Call, trace: Trace, program: Program, outputs: list[L
         pairs = [(at, x, y) for at, x, y in zip(outputs, whole, alone, strict=True) if at is not None]
         if all(_agree(at.view(x, batch)[b], at.view(y, size)[0], half) for at, x, y in pairs):
             continue
-        generator = torch.Generator().manual_seed(0)
-        changed = call.with_inputs(lambda t, b=b, generator=generator: all_but(t, b, generator))
+        changed = _with_others_changed(call, b, all_but, torch.Generator().manual_seed(0))
         try:
             after = program.run(changed.values()).outputs
         except (IndexError, RuntimeError):  # values that do not fit one another
@@ -92,11 +91,15 @@ def refuse_mixing_in(call: Call, trace: Trace, program: Program, outputs: list[L
             raise _mixed(trace, program, call, changed, b)
 
 
+def _with_others_changed(call: Call, b: int, change: Change, generator: torch.Generator) -> Call:
+    return call.with_inputs(lambda t: change(t, b, generator))
+
+
 def _change_for(program: Program, sample: Call) -> Change:
     """How to change the other examples: with noise, or where the model takes no such numbers by the values of one another."""
     generator = torch.Generator().manual_seed(0)
     try:
-        program.run(sample.with_inputs(lambda t: all_but(t, 0, generator)).values())
+        program.run(_with_others_changed(sample, 0, all_but, generator).values())
     except (IndexError, RuntimeError):  # ids in a table of floats, probabilities
         return others_exchanged
     return all_but
@@ -199,7 +202,7 @@ def _told_by_values(
     before = _all_values(program, sample)
     left = list(edges)
     for b in range(sample.batch):
-        after = _all_values(program, sample.with_inputs(lambda t, b=b: change(t, b, generator)))
+        after = _all_values(program, _with_others_changed(sample, b, change, generator))
         for i, (site, out) in enumerate(activations):
             seen = _where_data_meets(out) if site.is_copies else out
             if len(left[i]) > 1 and seen in before:
