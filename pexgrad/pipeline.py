@@ -104,11 +104,11 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
     windows = {o.node: find_window(traced, o, call.params) for s in sites for o in s.operands}
     program = tap(traced, sites, uses)
     with StandStill():
-        sample, layouts = _probed(traced, sites, program, call)
+        sample, (layouts, out) = _probed(traced, sites, program, call)
         outputs = Outputs(traced, layouts.outputs, copied)
         if call.batch > sample.batch:
             refuse_mixing_in(call.at_leaves(), traced, program, layouts.outputs)
-        losses = decided(loss, outputs, program.run(sample.values()).outputs, sample)
+        losses = decided(loss, outputs, out, sample)
     bound = _bind(traced, sites, uses, program.slots, layouts)
     same = alike(sample, targets=losses.batched)
     return Pipeline(traced, program, bound, windows, losses, same, held), sample
@@ -125,21 +125,28 @@ def _trace_serving(model: Bound, call: Call) -> Trace:
     return traced
 
 
-def _probed(traced: Trace, sites: list[Site], program: Program, call: Call) -> tuple[Call, Layouts]:
+def _probed(
+    traced: Trace, sites: list[Site], program: Program, call: Call
+) -> tuple[Call, tuple[Layouts, list[Tensor]]]:
     """A few examples that the model takes, and what they tell."""
-    for made_up in MADE_UP:
+    *others, last = MADE_UP
+    for made_up in others:
         try:
             sample = draw(traced.serves, call, made_up)
             return sample, _layouts(traced, sites, program, sample)
-        except (IndexError, RuntimeError) as e:
-            if isinstance(e, PexgradError) or made_up == MADE_UP[-1]:
-                raise
-    raise AssertionError
+        except PexgradError:
+            raise
+        except (IndexError, RuntimeError):
+            continue
+    sample = draw(traced.serves, call, last)
+    return sample, _layouts(traced, sites, program, sample)
 
 
-def _layouts(traced: Trace, sites: list[Site], program: Program, sample: Call) -> Layouts:
+def _layouts(
+    traced: Trace, sites: list[Site], program: Program, sample: Call
+) -> tuple[Layouts, list[Tensor]]:
     if sample.batch < 2:  # a graph for batches of one: whatever there is belongs to the one example
-        return first_layouts(traced, sites, program)
+        return first_layouts(traced, sites, program), program.run(sample.values()).outputs
     return probe(traced, sites, program, sample)
 
 

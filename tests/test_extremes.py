@@ -89,3 +89,14 @@ def test_squares_that_are_in_range_though_those_of_their_factors_are_not(kind, d
     close((jacobian @ v).double() / scale(norms), along / scale(norms), rtol=0, atol=10 * tolerance)
     second = jacobian.moments().second
     close(flat({k: t[None] for k, t in second.items()})[0].sum(), want.square().sum(1).mean())
+
+
+def test_inner_products_of_rows_with_millions_of_numbers():
+    """A BLAS may add them all up in plain float32, and keep three digits."""
+    x, w = torch.rand(2, 8_000_000) + 0.5, torch.ones(8_000_000)
+    jacobian = pexgrad.per_example_jacobian(lambda params, x: (x * params["w"]).sum(1), lambda out, y: out)(
+        {"w": w}, x
+    )
+    wide = x.double()
+    torch.testing.assert_close(jacobian.gram().double(), wide @ wide.T, rtol=3e-6, atol=0)
+    torch.testing.assert_close((jacobian @ {"w": w}).double(), wide.sum(1), rtol=3e-6, atol=0)

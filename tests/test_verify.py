@@ -10,7 +10,7 @@ import torch.nn as nn
 from cases.case import labels
 
 import pexgrad
-from pexgrad.base.compare import largest_error, moved
+from pexgrad.base.compare import is_finite, largest_error, moved
 from pexgrad.definition import verify
 from pexgrad.factors import Rows
 from pexgrad.flat import lower
@@ -97,6 +97,22 @@ def test_what_is_not_finite_hides_nothing_beside_it(missing):
     assert largest_error(want | {"w": torch.tensor([missing, 1.0, 2.5])}, want)[0] == "w"
     assert largest_error(want | {"v": torch.tensor([1.0, 2.0])}, want)[0] == "v"
     assert largest_error(want | {"w": torch.tensor([1.0, 1.0, 2.0])}, want) == ("w", float("inf"))
+
+
+def test_large_tensors_are_compared_to_the_last_number():
+    want = torch.ones(2, (1 << 20) + 3)
+    got = want.clone()
+    assert largest_error({"w": got}, {"w": want}) is None and is_finite(got)
+    got[1, -1] = 1e3
+    assert largest_error({"w": got}, {"w": want}) == ("w", pytest.approx(999 / want.norm().item(), rel=1e-3))
+    got[1, -1] = float("nan")
+    assert largest_error({"w": got}, {"w": want}) == ("w", float("inf")) and not is_finite(got)
+
+
+def test_numbers_whose_sum_is_out_of_range_are_finite():
+    assert is_finite(torch.tensor([3e38, 3e38])) and not is_finite(
+        torch.tensor([float("inf"), float("-inf")])
+    )
 
 
 def test_differences_beyond_the_range_of_the_dtype():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def largest_error(
     for k, w in want.items():
         if got[k].shape != w.shape:
             return k, math.inf
-        difference = float(_plain_norm(got[k] - w))
+        difference = _distance(got[k], w)
         if not math.isfinite(difference):  # where numbers are missing on one side they are on the other
             if not torch.equal(got[k].isfinite(), w.isfinite()):
                 return k, math.inf
@@ -67,6 +68,11 @@ def largest_error(
     return worst
 
 
+def is_finite(x: Tensor) -> bool:
+    """Whether all of its numbers are: their sum tells, unless it leaves the dtype's range by itself."""
+    return all(bool(p.sum().isfinite()) or bool(p.isfinite().all()) for p in _pieces(x))
+
+
 def _is_rounding(difference: float, want: Tensor, rounded: Tensor) -> bool:
     own = _norm(rounded - want)
     few = _PART * _norm(want) <= own <= _ROUNDINGS * torch.finfo(want.dtype).eps
@@ -75,12 +81,26 @@ def _is_rounding(difference: float, want: Tensor, rounded: Tensor) -> bool:
 
 def _norm(x: Tensor) -> float:
     """The norm of the numbers that are finite."""
-    norm = float(_plain_norm(x))
-    return norm if math.isfinite(norm) else float(_plain_norm(torch.where(x.isfinite(), x, 0)))
+    norm = _joined(_pieces(x))
+    return norm if math.isfinite(norm) else _joined(torch.where(p.isfinite(), p, 0) for p in _pieces(x))
 
 
-def _plain_norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=_wide(x))
+def _distance(x: Tensor, y: Tensor) -> float:
+    """The norm of the difference of two tensors of one shape."""
+    return _joined(a - b for a, b in zip(_pieces(x), _pieces(y), strict=True))
+
+
+# elements looked at together: rows of a large model, compared as a whole, would take as much new memory again, twice as wide
+_PIECE = 1 << 20
+
+
+def _pieces(x: Tensor) -> Iterator[Tensor]:
+    return (p for p in x.reshape(-1).split(_PIECE) if p.numel())
+
+
+def _joined(pieces: Iterable[Tensor]) -> float:
+    """The norm of all numbers of the pieces."""
+    return math.hypot(*[float(torch.linalg.vector_norm(p, dtype=_wide(p))) for p in pieces])
 
 
 def _wide(x: Tensor) -> torch.dtype:

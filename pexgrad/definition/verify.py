@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base import trees
-from ..base.compare import largest_error, moved
+from ..base.compare import is_finite, largest_error, moved
 from ..base.nodes import where
 from ..base.still import StandStill
 from ..errors import ANY_MODEL, LossError, MixedExamplesError, VerificationError
@@ -46,7 +46,8 @@ def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sa
 
 def _refuse_comparing(model: Bound, loss: ExampleLosses, at: Call, want: Jacobian) -> None:
     """Raise where no example has a gradient by itself, and the batch has one: the loss compares examples."""
-    if at.batch < 2 or any(bool(r.any()) for r in want.rows().values()):
+    small_first = sorted(want.rows().values(), key=Tensor.numel)
+    if at.batch < 2 or any(bool(r.any()) for r in small_first):
         return
     try:
         with torch.enable_grad():
@@ -140,7 +141,7 @@ def _moved(at: Call, part: float = 0.0) -> Call:
 
 
 def _finite(rows: dict[str, Tensor]) -> bool:
-    return all(bool(torch.isfinite(r).all()) for r in rows.values())
+    return all(map(is_finite, rows.values()))
 
 
 # PyTorch's CPU batch-norm backward is wrong at batch size 1 for some memory layouts

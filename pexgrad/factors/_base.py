@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..base.numerics import accumulable, dots, flat, gather, is_half, real, square, squared_norms, total
+from ..base.numerics import accumulable, dots, gather, is_half, products, square, squared_norms, total
 from ..base.trees import runs
 from .norm_cost import ROWS, NormCost
 
@@ -129,8 +129,8 @@ class Factor(ABC):
 
     def dot(self, v: Tensor) -> Tensor:
         """(b,): the inner product of each row with `v` (*shape)."""
-        direction = accumulable(v.reshape(-1)).conj()
-        return gather([real(accumulable(flat(g)) @ direction) for _, g in self.widened().pieces()])
+        direction = v.unsqueeze(0)
+        return gather([products(g, direction) for _, g in self.widened().pieces()]).squeeze(1)
 
     def inner(self, other: Factor) -> Tensor:
         """(b,): the inner product of each row with the same example's row of `other`."""
@@ -158,10 +158,7 @@ class Factor(ABC):
     def _gram_by_rows(self, other: Factor) -> Tensor:
         lines, other = [], other.widened()
         for _, g in self.widened().pieces(BLOCK_BYTES):
-            g = accumulable(flat(g))
-            lines.append(
-                torch.cat([real(g @ accumulable(flat(h)).mH) for _, h in other.pieces(BLOCK_BYTES)], 1)
-            )
+            lines.append(torch.cat([products(g, h) for _, h in other.pieces(BLOCK_BYTES)], 1))
         return gather(lines)
 
 

@@ -35,23 +35,22 @@ class Layouts:
     edges: list[Layout]
 
 
-def probe(trace: Trace, sites: list[Site], program: Program, sample: Call) -> Layouts:
-    """Find every layout, or raise naming the operation that mixed the examples: at least two, in `sample`."""
+def probe(trace: Trace, sites: list[Site], program: Program, sample: Call) -> tuple[Layouts, list[Tensor]]:
+    """Every layout and the outputs for `sample`, or an error naming the operation that mixed its examples: two at least."""
     batch, generator = sample.batch, torch.Generator().manual_seed(0)
-    base, change = program.run(sample.values()), _change_for(program, sample)
+    base, others = program.run(sample.values()), _Others(program, sample)
     outputs = [list(candidates(value(n), trace.batch)) for n in program.outputs]
     for b in sorted({0, 1, batch - 1}):
-        others_changed = _with_others_changed(sample, b, change, generator)
-        after = program.run(others_changed.values()).outputs
+        changed, after = others.run(b)
         for i, options in enumerate(outputs):
             if options:
                 outputs[i] = [at for at in options if not _moves(at, base.outputs[i], after[i], batch, b)]
                 if not outputs[i]:
-                    raise _mixed(trace, program, sample, others_changed, b)
+                    raise _mixed(trace, program, sample, changed, b)
     chosen = [_only_one(options, where(n)) for options, n in zip(outputs, program.outputs, strict=True)]
     edges = _edge_layouts(trace, sites, base, chosen, batch, generator)
     if any(len(options) > 1 for options in edges):
-        edges = _told_by_values(program, _activations(sites), edges, sample, change)
+        edges = _told_by_values(program, _activations(sites), edges, sample, others)
     edges = [options[0] if len(options) == 1 else Untold(*astuple(options[0])) for options in edges]
     apart = [i for i, at in enumerate(edges) if isinstance(at, Anywhere)]
     if apart and not _same_alone(trace, program, sample, base, Layouts(chosen, edges), apart):
@@ -60,7 +59,7 @@ def probe(trace: Trace, sites: list[Site], program: Program, sample: Call) -> La
             f"the examples mix in {where(site.node)}: copies of parameters, one for each example, are put together in a way "
             "that depends on the size of the batch"
         )
-    return Layouts(chosen, edges)
+    return Layouts(chosen, edges), [t.detach() for t in base.outputs]
 
 
 def refuse_mixing_in(call: Call, trace: Trace, program: Program, outputs: list[Layout | None]) -> None:
@@ -79,9 +78,8 @@ def refuse_mixing_in(call: Call, trace: Trace, program: Program, outputs: list[L
         pairs = [(at, x, y) for at, x, y in zip(outputs, whole, alone, strict=True) if at is not None]
         if all(_agree(at.view(x, batch)[b], at.view(y, size)[0], half) for at, x, y in pairs):
             continue
-        changed = _with_others_changed(call, b, all_but, torch.Generator().manual_seed(0))
         try:
-            after = program.run(changed.values()).outputs
+            changed, after = _Others(program, call).run(b)
         except (IndexError, RuntimeError):  # values that do not fit one another
             continue
         if any(
@@ -91,18 +89,30 @@ def refuse_mixing_in(call: Call, trace: Trace, program: Program, outputs: list[L
             raise _mixed(trace, program, call, changed, b)
 
 
-def _with_others_changed(call: Call, b: int, change: Change, generator: torch.Generator) -> Call:
-    return call.with_inputs(lambda t: change(t, b, generator))
+class _Others:
+    """A sample with all examples but one changed: with noise, or where the model takes no such numbers (ids in a table of
+    floats, probabilities) by the values of one another.
+    """
 
+    def __init__(self, program: Program, sample: Call):
+        self._program, self._sample = program, sample
+        self._change: Change = all_but
+        self._generator = torch.Generator().manual_seed(0)
 
-def _change_for(program: Program, sample: Call) -> Change:
-    """How to change the other examples: with noise, or where the model takes no such numbers by the values of one another."""
-    generator = torch.Generator().manual_seed(0)
-    try:
-        program.run(_with_others_changed(sample, 0, all_but, generator).values())
-    except (IndexError, RuntimeError):  # ids in a table of floats, probabilities
-        return others_exchanged
-    return all_but
+    def changed(self, b: int) -> Call:
+        """The sample with all but example b changed."""
+        return self._sample.with_inputs(lambda t: self._change(t, b, self._generator))
+
+    def run(self, b: int) -> tuple[Call, list[Tensor]]:
+        """The same, and its outputs."""
+        changed = self.changed(b)
+        try:
+            return changed, self._program.run(changed.values()).outputs
+        except (IndexError, RuntimeError):
+            if self._change is others_exchanged:
+                raise
+            self._change = others_exchanged
+            return self.run(b)
 
 
 def _same_alone(
@@ -195,14 +205,13 @@ def _told_by_values(
     activations: list[tuple[Site, fx.Node]],
     edges: list[list[Layout]],
     sample: Call,
-    change: Change,
+    others: _Others,
 ) -> list[list[Layout]]:
     """Where gradients were zero: the layouts in which no example's values change with the other examples."""
-    generator = torch.Generator().manual_seed(0)
     before = _all_values(program, sample)
     left = list(edges)
     for b in range(sample.batch):
-        after = _all_values(program, _with_others_changed(sample, b, change, generator))
+        after = _all_values(program, others.changed(b))
         for i, (site, out) in enumerate(activations):
             seen = _where_data_meets(out) if site.is_copies else out
             if len(left[i]) > 1 and seen in before:

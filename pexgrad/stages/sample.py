@@ -45,7 +45,8 @@ def draw(serves: Callable[[int], bool], call: Call, made_up: str) -> Call:
 def _jitter(p: Tensor, generator: torch.Generator) -> Tensor:
     fan_in = p[0].numel() if p.dim() > 1 and p.shape[0] else 100
     p = p.detach()
-    return (p + normal_like(p, generator) * (0.1 * p.abs() + 0.1 / max(1, fan_in) ** 0.5)).requires_grad_()
+    scale = p.abs().mul_(0.1).add_(0.1 / max(1, fan_in) ** 0.5)
+    return torch.addcmul(p, normal_like(p, generator), scale).requires_grad_()  # in the memory layout of p
 
 
 def _order(call: Call) -> list[int]:
@@ -85,9 +86,14 @@ def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
     return normal_like(t, generator) * (0.3 * t.abs() + 0.1)
 
 
+# random numbers after which they begin again: a prime, so that they stand elsewhere in the next line of a matrix
+_PERIOD = 1_000_003
+
+
 def normal_like(t: Tensor, generator: torch.Generator) -> Tensor:
     """Standard normal numbers of t's shape: the same on every device, and whatever the default one."""
-    return torch.randn(t.shape, generator=generator, device="cpu").to(t.device, t.dtype)
+    numbers = torch.randn(min(t.numel(), _PERIOD), generator=generator, device="cpu").to(t.device, t.dtype)
+    return numbers.repeat(-(-t.numel() // _PERIOD))[: t.numel()].view(t.shape)
 
 
 def varied(tensors: Sequence[Tensor]) -> list[Tensor]:
