@@ -26,10 +26,10 @@ from .measures import fisher_diagonal as fisher_diagonal
 from .measures import grand_scores as grand_scores
 from .measures import importance_sample as importance_sample
 from .measures import noise_scale as noise_scale
-from .measures import project as project
 from .measures import tracin as tracin
 from .noise import add_noise as add_noise
 from .operator.jacobian import Jacobian as Jacobian
 from .operator.jacobian import Moments as Moments
+from .projection import project as project
 
 __version__ = "0.1.0"

@@ -7,8 +7,6 @@ progress. Batches are moved to the parameters' device.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,20 +16,14 @@ from torch import Tensor
 
 from .base import nested
 from .base.checks import described, not_negative, positive_int
-from .base.numerics import accumulable, flat, square
+from .base.numerics import accumulable, square
 from .calls.loaders import pairs
 from .errors import InputError
 from .inputs.arguments import Params
-from .operator.component import components
 from .operator.jacobian import Jacobian, Moments
 
 Batches = Iterable[Any]  # of pairs (x, y), or (x,), or x alone
 JacobianOf = Callable[[Params, Any, Any], Jacobian]
-
-# rows of one group of parameters that a projection holds at a time
-ROWS_BYTES = 1 << 28
-# entries of a projection's matrix drawn at a time; another number is another matrix
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -287,64 +279,6 @@ def fisher_diagonal(jacobian: JacobianOf, params: Params, batches: Batches) -> d
         InputError: where there is no example.
     """
     return dataset_moments(jacobian, params, batches)[0].second
-
-
-def project(jacobian: Jacobian, k: int, *, seed: int = 0) -> Tensor:
-    """Every row multiplied by one random matrix with k columns, without keeping the rows.
-
-    >>> J = per_example_jacobian(model)(params, x, y)
-    >>> project(J, k=16).shape
-    torch.Size([5, 16])
-
-    phi_b = R^T g_b, with entries of R (P, k) that are +1 or -1 over sqrt(k). Inner products are kept in expectation,
-    <phi_b, phi_c> = <g_b, g_c> up to an error of about |g_b| |g_c| / sqrt(k) (Johnson and Lindenstrauss), which is how
-    TRAK makes gradients small enough to store: Park et al. 2023 (arXiv 2303.14186).
-
-    Rows are built for one group of parameters and a bounded number of examples at a time (256 MiB, or one example's),
-    and R in blocks that follow from the seed, the parameter's name and the position in it. So batches of any sizes and
-    calls for other data are projected by the same R, on devices of the same type.
-
-    Args:
-        jacobian: of B examples.
-        k: the number of columns.
-        seed: which R.
-
-    Returns:
-        (B, k), in at least float32.
-
-    Raises:
-        InputError: where `k` is not a positive integer.
-    """
-    positive_int(k, "k")
-    dtype = functools.reduce(
-        torch.promote_types, (p.dtype for p in jacobian.leaves.values()), torch.float32
-    ).to_real()
-    found = jacobian.losses.new_zeros(jacobian.batch, k, dtype=dtype)
-    with jacobian.working():
-        for component in components(jacobian.leaves, jacobian.terms, jacobian.create_graph):
-            parts = [_project_rows(part.rows(), k, seed, dtype) for part in component.pieces(ROWS_BYTES)]
-            if parts:
-                found = found + torch.cat(parts)
-        return found / k**0.5
-
-
-def _project_rows(rows: dict[str, Tensor], k: int, seed: int, dtype: torch.dtype) -> Tensor:
-    total: Tensor | float = 0.0
-    for name, r in rows.items():
-        numbers = flat(torch.view_as_real(r.resolve_conj()) if r.is_complex() else r).to(dtype)
-        for i, block in enumerate(numbers.split(max(1, _BLOCK // k), dim=1)):
-            total = total + block @ _signs(block.shape[1], k, f"{seed} {name} {i}", r.device).to(dtype)
-    assert isinstance(total, Tensor)
-    return total
-
-
-def _signs(n: int, k: int, key: str, device: torch.device) -> Tensor:
-    """(n, k) of +1 and -1 that follow from the key."""
-    number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
-    generator = torch.Generator(device).manual_seed(number)
-    drawn = torch.randint(256, (n * k // 8 + 1,), generator=generator, device=device, dtype=torch.uint8)
-    bits = drawn[:, None].bitwise_right_shift(torch.arange(8, device=device, dtype=torch.uint8)) & 1
-    return bits.flatten()[: n * k].reshape(n, k).to(torch.int8) * 2 - 1
 
 
 def _some(items: Iterable[Any], name: str) -> list[Any]:

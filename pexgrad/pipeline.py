@@ -25,7 +25,7 @@ from .stages.losses import Losses, Outputs, decided
 from .stages.plan import Use, nodes_needed, plan_site
 from .stages.probe import Layouts, first_layouts, probe, refuse_mixing_in
 from .stages.rewrite import rewrite
-from .stages.sample import MADE_UP, alike, draw, still_alike
+from .stages.sample import alike, draw, still_alike, ways
 from .stages.sites import Operand, Site, find_sites
 from .stages.tap import Program, Slots, tap
 from .tracing.rehearsal import rehearsed
@@ -129,7 +129,7 @@ def _probed(
     traced: Trace, sites: list[Site], program: Program, call: Call
 ) -> tuple[Call, tuple[Layouts, list[Tensor]]]:
     """A few examples that the model takes, and what they tell."""
-    *others, last = MADE_UP
+    *others, last = ways(traced.serves, call)
     for made_up in others:
         try:
             sample = draw(traced.serves, call, made_up)

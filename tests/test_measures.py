@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pexgrad
-from pexgrad import measures
+from pexgrad import projection
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -281,13 +281,13 @@ def test_a_projection_does_not_depend_on_how_the_work_is_cut(rows_bytes, size, m
     params = named(model)
     jacobian = pexgrad.per_example_jacobian(model)
     want = pexgrad.project(jacobian(params, x, y), 6)
-    monkeypatch.setattr(measures, "ROWS_BYTES", rows_bytes)
+    monkeypatch.setattr(projection, "ROWS_BYTES", rows_bytes)
     got = torch.cat([pexgrad.project(jacobian(params, a, b), 6) for a, b in in_batches(x, y, size)])
     torch.testing.assert_close(got, want, **TOL)
 
 
 def test_blocks_of_one_parameter_are_independent(monkeypatch):
-    monkeypatch.setattr(measures, "_BLOCK", 64)
+    monkeypatch.setattr(projection, "_BLOCK", 64)
     rows = {"w": torch.randn(2, 40), "v": torch.randn(2, 16)}
     R = matrix(rows, 8, 0)
     blocks = [*R[:40].split(8), *R[40:].split(8)]

@@ -59,23 +59,30 @@ class Repeats:
         self._known.clear()
 
     def answer(
-        self, transform: Composable, call: Call, eagerly: Callable[[], Any], out: Buffers = None
+        self,
+        transform: Composable,
+        call: Call,
+        eagerly: Callable[[Pipeline | None], Any],
+        out: Buffers = None,
     ) -> Any:
-        """What `eagerly()` returns, by the graph where there is one; either writes rows into `out` where that is given."""
+        """What `eagerly(pipeline)` returns, by the graph where there is one; either writes rows into `out` where that is given.
+
+        The pipeline is that of the whole call, where it has been looked up.
+        """
         if not _may_repeat(transform, call):
-            return eagerly()
+            return eagerly(None)
         with TRACING:
             transform._notice_reads()
-            key = transform._pipeline(call), call.batch, out is not None
-            known = self._known.setdefault(key, _Repeated())
+            pipeline = transform._pipeline(call)
+            known = self._known.setdefault((pipeline, call.batch, out is not None), _Repeated())
         if known.graph is not None:
             return _run(known.graph, call, out)
         start = time.perf_counter()
-        answer = eagerly()
+        answer = eagerly(pipeline)
         known.seconds = min(known.seconds, time.perf_counter() - start)
         known.made += 1
-        if _is_due(known, len(key[0].program.module.graph.nodes)):
-            known.graph = _graph_as_good(transform, key[0], call, answer, out, known.seconds)
+        if _is_due(known, len(pipeline.program.module.graph.nodes)):
+            known.graph = _graph_as_good(transform, pipeline, call, answer, out, known.seconds)
         return answer
 
 

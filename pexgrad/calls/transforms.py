@@ -79,10 +79,10 @@ class Transform(Composable):
     def _check(self, params: Params, x: Any, y: Any) -> Call:
         return check_call(self._model, params, x, y)
 
-    def _jacobian(self, call: Call) -> Jacobian:
+    def _jacobian(self, call: Call, pipeline: Pipeline | None = None) -> Jacobian:
         if not call.batch:
             return Jacobian.of_rows(call.no_numbers(), call.zeros(0))
-        return self._jacobian_by(self._pipeline_or_none(call), call)
+        return self._jacobian_by(pipeline or self._pipeline_or_none(call), call)
 
     def _jacobian_by(self, pipeline: Pipeline | None, call: Call) -> Jacobian:
         o = self._options
@@ -96,9 +96,9 @@ class Transform(Composable):
             except UntoldError:  # this call can tell
                 return self._traced_anew(pipeline, call).jacobian(at, o)
 
-    def _run(self, call: Call) -> Any:
-        """The result, from those of the chunks."""
-        return join(self._answer(self._jacobian(part)) for _, part in self._chunks(call))
+    def _run(self, call: Call, pipeline: Pipeline | None = None) -> Any:
+        """The result, from those of the chunks; the pipeline may be given for a call of one chunk."""
+        return join(self._answer(self._jacobian(part, pipeline)) for _, part in self._chunks(call))
 
     def _chunks(self, call: Call) -> Iterator[tuple[slice, Call]]:
         size = self._chunk_size(call)
@@ -215,18 +215,18 @@ class PerExampleGrad(Transform):
     ) -> Any:
         call = self._check(params, x, y)
         buffers = None if out is None else check_out(out, call, self._options.create_graph)
-        return self._repeats.answer(self, call, lambda: self._into(buffers, call), buffers)
+        return self._repeats.answer(self, call, lambda known: self._into(buffers, call, known), buffers)
 
-    def _into(self, buffers: dict[str, Tensor] | None, call: Call) -> Any:
+    def _into(self, buffers: dict[str, Tensor] | None, call: Call, pipeline: Pipeline | None) -> Any:
         """The result, with the rows written into memory where that is given."""
         if buffers is None and self._chunk_size(call) < call.batch and not self._options.create_graph:
             # each chunk goes to its place: joined at the end, all rows would be there twice
             buffers = call.room()
         if buffers is None:
-            return self._run(call)
+            return self._run(call, pipeline)
 
         def fill(place: dict[str, Tensor], part: Call) -> Tensor:
-            jacobian = self._jacobian(part)
+            jacobian = self._jacobian(part, pipeline)
             jacobian.rows(place, last=True)
             return jacobian.losses
 
@@ -269,7 +269,7 @@ class PerExampleGradNorm(Transform):
     @composable
     def __call__(self, params: Params, x: Any, y: Any = None) -> Any:
         call = self._check(params, x, y)
-        return self._repeats.answer(self, call, lambda: self._run(call))
+        return self._repeats.answer(self, call, lambda known: self._run(call, known))
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.norms(self._per_param)
@@ -317,14 +317,14 @@ class ClippedGrad(Transform):
         if mask is None:
             if callable(self._clipping.how):  # it may do more than a recording of it, such as keep the norms
                 return self._run(call)
-            return self._repeats.answer(self, call, lambda: self._run(call))
+            return self._repeats.answer(self, call, lambda known: self._run(call, known))
         part = self._run(call.chosen(mask))
         return Clipped(part.grads, _spread(part.norms, mask), _spread(part.losses, mask))
 
-    def _run(self, call: Call) -> Clipped:
+    def _run(self, call: Call, pipeline: Pipeline | None = None) -> Clipped:
         if not call.batch:  # which a function for the weights need not take
             return Clipped(call.zeros(), call.no_numbers(), call.no_numbers())
-        return super()._run(call)
+        return super()._run(call, pipeline)
 
     def _written_in(self) -> list[Callable[..., Any]]:
         return [*super()._written_in(), *([self._clipping.how] if callable(self._clipping.how) else [])]

@@ -35,7 +35,7 @@ def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sa
         at = two
         # changed parameters may lead the model's code another way, or leave its domain: then the given ones decide
         want = naive(model, loss, at) if trace.follows(at) else None
-        if want is None or not _finite(want.rows()):
+        if want is None or not _finite(want.rows(last=True)):
             at = two.at(call.params).at_leaves()
             want = naive(model, loss, at)
         _refuse_comparing(model, loss, at, want)
@@ -46,7 +46,7 @@ def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sa
 
 def _refuse_comparing(model: Bound, loss: ExampleLosses, at: Call, want: Jacobian) -> None:
     """Raise where no example has a gradient by itself, and the batch has one: the loss compares examples."""
-    small_first = sorted(want.rows().values(), key=Tensor.numel)
+    small_first = sorted(want.rows(last=True).values(), key=Tensor.numel)
     if at.batch < 2 or any(bool(r.any()) for r in small_first):
         return
     try:
@@ -83,7 +83,7 @@ def _wrong(
         return None
     # what is zero but for rounding (a sum of normalised values, say) differs by all there is of it
     wrong = _difference(got, want, half, naive(model, loss, _moved(at)))
-    excused = wrong is not None and wrong[0] and _copies_agree(got.rows(), pipeline, model, at)
+    excused = wrong is not None and wrong[0] and _copies_agree(got.rows(last=True), pipeline, model, at)
     return None if excused else wrong
 
 
@@ -94,7 +94,7 @@ def _agrees_elsewhere(pipeline: Pipeline, model: Bound, loss: ExampleLosses, at:
         if not pipeline.trace.follows(near):
             return False
         want = naive(model, loss, near)
-        return _finite(want.rows()) and _wrong(pipeline, model, loss, near, want) is None
+        return _finite(want.rows(last=True)) and _wrong(pipeline, model, loss, near, want) is None
 
     return agree_nearby(at, error, agrees)
 
@@ -102,9 +102,10 @@ def _agrees_elsewhere(pipeline: Pipeline, model: Bound, loss: ExampleLosses, at:
 def _difference(
     got: Jacobian, want: Jacobian, half: bool, rounded: Jacobian | None = None
 ) -> tuple[str, float] | None:
-    return largest_error(
-        {"": got.losses}, {"": want.losses}, half, None if rounded is None else {"": rounded.losses}
-    ) or largest_error(got.rows(), want.rows(), half, None if rounded is None else rounded.rows())
+    def of(parts: Callable[[Jacobian], dict[str, Tensor]]) -> tuple[str, float] | None:
+        return largest_error(parts(got), parts(want), half, None if rounded is None else parts(rounded))
+
+    return of(lambda j: {"": j.losses}) or of(lambda j: j.rows(last=True))
 
 
 def refuse_mixing(pipeline: Pipeline) -> None:

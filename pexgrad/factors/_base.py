@@ -59,9 +59,9 @@ class Factor(ABC):
         values = {name: getattr(self, name) for name in self.tensors}
         return replace(self, **{name: f(v) for name, v in values.items() if v is not None})  # pyright: ignore[reportArgumentType]
 
-    def narrow(self, start: int, length: int) -> Self:
-        """The same for some of the examples."""
-        return self.mapped(lambda v: v.narrow(0, start, length))
+    def take(self, s: slice) -> Self:
+        """The same for the examples of a slice."""
+        return self.mapped(lambda v: v[s])
 
     @property
     def row_numel(self) -> int:
@@ -89,10 +89,6 @@ class Factor(ABC):
     def slices(self, bytes_of_example: int, limit: int | None = None) -> Iterator[slice]:
         """The batch in runs of examples that together take about `limit` bytes, or `PIECE_BYTES`."""
         return slices(self.batch, bytes_of_example, limit)
-
-    def take(self, s: slice) -> Self:
-        """The same for the examples of a slice."""
-        return self.narrow(s.start, s.stop - s.start)
 
     def pieces(self, limit: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Rows, a bounded number of examples at a time."""

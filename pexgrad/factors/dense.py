@@ -51,8 +51,7 @@ class Replay(Factor):
     vjp_of_example: Callable[[int], Tensor]  # b -> (*shape)
     # (total,) -> (*shape); None where the operation's own backward may not be linear in what arrives at it
     vjp_of_weights: Callable[[Tensor], Tensor] | None
-    start: int
-    length: int
+    examples: range  # these, of a batch of `total`
     total: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,15 +60,13 @@ class Replay(Factor):
 
     @property
     def batch(self) -> int:
-        return self.length
+        return len(self.examples)
 
-    def narrow(self, start: int, length: int) -> Replay:
-        return replace(self, start=self.start + start, length=length)
+    def take(self, s: slice) -> Replay:
+        return replace(self, examples=self.examples[s])
 
     def rows(self, out: Tensor | None = None) -> Tensor:
-        return into(
-            out, torch.stack([self.vjp_of_example(b) for b in range(self.start, self.start + self.length)])
-        )
+        return into(out, torch.stack([self.vjp_of_example(b) for b in self.examples]))
 
     def algorithm(self) -> str:
         return "replayed for each example"
@@ -78,5 +75,5 @@ class Replay(Factor):
         if self.vjp_of_weights is None:
             return super().weighted_sum(weights)
         padded = weights.new_zeros(self.total)
-        padded[self.start : self.start + self.length] = weights
+        padded[self.examples.start : self.examples.stop] = weights
         return self.vjp_of_weights(padded)

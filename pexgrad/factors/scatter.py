@@ -103,7 +103,7 @@ class Scatter(Factor):
             return None
         lines = []
         for b in range(self.batch):  # expanded to a piece of the other batch at a time
-            one = self.narrow(b, 1)
+            one = self.take(slice(b, b + 1))
             parts = [
                 pairs(one._expanded(s.stop - s.start), other.take(s), slice(None))
                 for s in other.slices(self._pair_bytes(positions))

@@ -41,9 +41,9 @@ class Term:
         """Whether sums of rows may not be pulled back in one, because the pullback may not be linear."""
         return self.window is None and not is_linear(self.value)
 
-    def narrow(self, start: int, length: int) -> Term:
+    def take(self, s: slice) -> Term:
         """The same for some of the examples."""
-        return replace(self, factor=self.factor.narrow(start, length))
+        return replace(self, factor=self.factor.take(s))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +59,9 @@ class Component:
         """The number of examples."""
         return self.terms[0].factor.batch
 
-    def narrow(self, start: int, length: int) -> Component:
+    def take(self, s: slice) -> Component:
         """The same for some of the examples."""
-        return replace(self, terms=[t.narrow(start, length) for t in self.terms])
+        return replace(self, terms=[t.take(s) for t in self.terms])
 
     def rows(self, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """name -> (b, *shape), written into `out` where that is given."""
@@ -176,7 +176,7 @@ class Component:
         """The same, some examples at a time, whose rows together take about `limit` bytes."""
         row_bytes = sum(p.numel() * p.element_size() for p in self.leaves.values())
         for s in slices(self.batch, row_bytes, limit):
-            yield self.narrow(s.start, s.stop - s.start)
+            yield self.take(s)
 
     def sum_squares(self) -> dict[str, Tensor]:
         """name -> (*shape): the sum over b of the squared rows, elementwise."""

@@ -81,7 +81,8 @@ class Jacobian:
         return self.jvp(v)
 
     @cached_property
-    def _components(self) -> list[Component]:
+    def components(self) -> list[Component]:
+        """The terms in groups, each of parameters that are used together."""
         return components(self.leaves, self.terms, self.create_graph)
 
     def watching(self, call: Call, constants: list[Tensor]) -> Jacobian:
@@ -140,7 +141,7 @@ class Jacobian:
     ) -> dict[str, Tensor]:
         """What the components have of each parameter, in the parameters' order; zeros for those that are not used."""
         found: dict[str, Tensor] = {}
-        for c in self._components:
+        for c in self.components:
             found |= of(c)
         return {k: found[k] if k in found else zeros(k, p) for k, p in self.leaves.items()}
 
@@ -166,7 +167,7 @@ class Jacobian:
         """(B,): |J[b]| over all parameters together; with `per_param`, name -> (B,). Half precision gives float32."""
         with self.working():
             if not per_param:
-                sq = [n for c in self._components for n in c.sq_norms().values()]
+                sq = [n for c in self.components for n in c.sq_norms().values()]
                 return _sqrt(sum_of(sq), self.create_graph) if sq else self._zeros(self.batch)
             by_name = self._by_name(
                 Component.sq_norms, lambda _, p: square(accumulable(p.new_zeros(self.batch)))
@@ -207,7 +208,7 @@ class Jacobian:
             shaped(v.get(k), p.shape, f"the direction for '{k}'")
         with self.working():
             v = {k: v[k].to(p.dtype) for k, p in self.leaves.items()}
-            parts = [c.dot(v) for c in self._components]
+            parts = [c.dot(v) for c in self.components]
             return sum_of(parts) if parts else self._zeros(self.batch)
 
     def gram(self, other: Jacobian | None = None) -> Tensor:
@@ -229,8 +230,8 @@ class Jacobian:
         with self.working(), other.working():
             parts = [
                 c.gram(d)
-                for c in self._components
-                for d in other._components
+                for c in self.components
+                for d in other.components
                 if not c.leaves.keys().isdisjoint(d.leaves)
             ]
             return sum_of(parts) if parts else self._zeros(self.batch, other.batch)
@@ -309,5 +310,7 @@ def joined(terms: list[Term]) -> list[Term]:
     found = []
     for key in list(grouped):
         same = grouped.pop(key)
-        found += [replace(same[0], factor=f) for f in join([t.factor for t in same])]
+        if len(same) > 1:
+            same = [replace(same[0], factor=f) for f in join([t.factor for t in same])]
+        found += same
     return found

@@ -99,7 +99,11 @@ def find_window(trace: Trace, operand: Operand, params: dict[str, Tensor]) -> Wi
         p = params[name]
         if storage(node) != storage(operand.node) or view.dtype != p.dtype or view.is_conj() or view.is_neg():
             continue
-        if not _is_dense(p) or _overlaps(view) or not _is_seen_through_views(operand.node, node):
+        if (
+            not torch.ops.aten.is_non_overlapping_and_dense(p)
+            or _overlaps(view)
+            or not _is_seen_through_views(operand.node, node)
+        ):
             return None
         # relative: the parameter may itself be a part of a larger piece of memory
         offset = int(view.storage_offset()) - int(value(node).storage_offset())
@@ -115,18 +119,6 @@ def _is_seen_through_views(seen: fx.Node, param: fx.Node) -> bool:
         if seen.op != "call_function" or not isinstance(seen.target, OpOverload | BuiltinFunctionType):
             return False
         seen = seen.all_input_nodes[0]
-    return True
-
-
-def _is_dense(p: Tensor) -> bool:
-    """Whether the elements fill a block of memory, each once, in some order of the dimensions."""
-    expected = 1
-    for n, s in sorted(
-        ((n, s) for n, s in zip(p.shape, p.stride(), strict=True) if n != 1), key=lambda d: d[1]
-    ):
-        if s != expected:
-            return False
-        expected *= n
     return True
 
 

@@ -254,7 +254,7 @@ class Backward:
         return Replay(
             lambda b: vjp([at.only(g, batch, b) for _, g, at in present]),
             (lambda w: vjp([at.scale(g, w) for _, g, at in present])) if _is_of_torch(bound.site.node) else None,
-            0, batch, batch, tuple(operand.shape), operand.dtype,
+            range(batch), batch, tuple(operand.shape), operand.dtype,
         )  # fmt: skip
 
 

@@ -18,18 +18,26 @@ from ..inputs.call import Call
 SIZES = (3, 2, 4, 5, 6, 8, 16, 32, 64)
 
 
-# what examples are made of where there are too few: values from elsewhere, which may not fit one another (boxes whose left edge
-# is right of the right one), numbers with noise, of which some models take none (ids in a table of floats), or the user's own
+# how examples are made up where there are too few: of values from elsewhere, which may not fit one another (boxes whose left edge
+# is right of the right one); of numbers with noise, of which some models take none (ids in a table of floats); of the user's own
 MADE_UP = ("scrambled", "noisy", "repeated")
 
 
+def ways(serves: Callable[[int], bool], call: Call) -> Sequence[str]:
+    """Those of `MADE_UP` to try in turn; where there are enough examples they are all the same."""
+    return MADE_UP if call.batch < _size(serves, call) else MADE_UP[-1:]
+
+
+def _size(serves: Callable[[int], bool], call: Call) -> int:
+    return next((n for n in (*SIZES, call.batch) if serves(n)), call.batch)
+
+
 def draw(serves: Callable[[int], bool], call: Call, made_up: str) -> Call:
-    """Take a few of the user's examples, repeated in one of the ways of `MADE_UP` where there are too few.
+    """Take a few of the user's examples, and more in one of the ways of `MADE_UP` where there are too few.
 
     The second is the one that differs from the first in the most inputs.
     """
-    batch = call.batch
-    size = next((n for n in (*SIZES, batch) if serves(n)), batch)
+    batch, size = call.batch, _size(serves, call)
     generator = torch.Generator().manual_seed(0)
     order = _order(call)
     few = call.take([order[i % batch] for i in range(size)])
