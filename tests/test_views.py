@@ -60,7 +60,8 @@ def in_turn(steps):
 
 def recorded(function, *args, **how):
     module = make_fx(function, **how)(*args)
-    reshape_views(module)
+    reshape_views(module.graph)
+    module.recompile()
     before = operations(module)
     shorten_views(module.graph)
     module.graph.lint()

@@ -66,6 +66,17 @@ def is_recorded(x: Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def expression(size: Any) -> Any:
+    """What a symbolic number is, in symbols; a number as it is."""
+    return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
+
+
+def symbol_of(size: Any) -> Any:
+    """The one symbol in a symbolic size."""
+    (symbol,) = expression(size).free_symbols
+    return symbol
+
+
 def symbolic_mode(kind: type[FakeTensorMode] = FakeTensorMode) -> tuple[FakeTensorMode, ShapeEnv]:
     """A mode in which sizes may be symbolic, 0 and 1 among what they may be, and equal ones are one symbol; and their guards."""
     env = ShapeEnv(duck_shape=True, specialize_zero_one=False)

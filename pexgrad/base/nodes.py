@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
+from .fakes import expression
 from .memory import storage_of
 from .numerics import is_inexact
 
@@ -48,7 +49,7 @@ def value(node: fx.Node) -> Any:
 
 def has_batch(size: Any, batch: Any) -> bool:
     """Whether a symbolic size contains the batch size."""
-    return isinstance(size, torch.SymInt | torch.SymFloat) and batch in size.node.expr.free_symbols
+    return isinstance(size, torch.SymInt | torch.SymFloat) and batch in expression(size).free_symbols
 
 
 def is_size(argument: Any, batch: Any) -> bool:
@@ -75,7 +76,7 @@ def fold_factor_of(val: Any, batch: Any) -> int | None:
     dims = batch_dims(val, batch)
     if len(dims) != 1:
         return None
-    factor = val.shape[dims[0]].node.expr / batch
+    factor = expression(val.shape[dims[0]]) / batch
     return int(factor) if factor.is_number and factor.is_integer else None
 
 
@@ -93,6 +94,22 @@ def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
         declared = schema.alias_info is not None and schema.alias_info.is_write
         if declared or schema.name in _HIDDEN_WRITES.get(node.target, ()):
             yield from nodes_in(argument)
+
+
+class Writes:
+    """Where a graph writes to memory, by the place of its nodes when this was made."""
+
+    def __init__(self, graph: fx.Graph):
+        self._place = {n: i for i, n in enumerate(graph.nodes)}
+        self._last = {storage(t): self._place[n] for n in graph.nodes for t in mutated_operands(n)}
+
+    def behind(self, node: fx.Node, at: fx.Node) -> bool:
+        """Whether the memory of a node's value is written to behind another node."""
+        return self._last.get(storage(node), -1) > self._place[at]
+
+    def by_or_behind(self, node: fx.Node, at: fx.Node) -> bool:
+        """The same, where that other node itself may be the one that writes."""
+        return self._last.get(storage(node), -1) >= self._place[at]
 
 
 def bind(node: fx.Node) -> Iterator[tuple[Any, Any]]:
@@ -153,9 +170,7 @@ def is_differentiable(val: Any) -> bool:
 def where(node: fx.Node) -> str:
     """A node for a message: operation, module path, and the user's line."""
     path, source = node.meta.get("path", ""), node.meta.get("source", "")
-    return (
-        f"{operation(node)}" + (f" in module '{path}'" if path else "") + (f" at {source}" if source else "")
-    )
+    return operation(node) + (f" in module '{path}'" if path else "") + (f" at {source}" if source else "")
 
 
 def operation(node: fx.Node) -> str:

@@ -137,6 +137,7 @@ def _without_generators(args: tuple[Any, ...]) -> list[Any]:
 
 def _without_chance(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """`args` with the probability of a fused dropout, or its training flag, switched off."""
+    # not `train` of a recurrent layer, without which cuDNN has no backward
     off = {"dropout_p": 0.0, "dropout": 0.0, "p": 0.0, "training": False}
     names = [a.name for a in func._schema.arguments]
     return tuple(

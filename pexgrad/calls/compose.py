@@ -33,6 +33,7 @@ from ..pipeline import Pipeline
 from . import compiled
 from .pickling import Pickled
 from .repeats import Repeats
+from .results import nest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,19 +113,6 @@ def _call_nested(
     return whole(call(flat, named, x, y, **options))
 
 
-def _nested_result(result: Any, paths: nested.Structure) -> Any:
-    if isinstance(result, Jacobian):
-        return replace(result, paths=paths)
-    if isinstance(result, dict):
-        return nested.nest(result, paths)
-    if isinstance(result, tuple):
-        losses, rows = result
-        return losses, nested.nest(rows, paths)
-    if isinstance(getattr(result, "grads", None), dict):
-        return replace(result, grads=nested.nest(result.grads, paths))
-    return result
-
-
 class Composable(Pickled):
     """The part of a transform that is about what is around it."""
 
@@ -177,7 +165,7 @@ class Composable(Pickled):
         if not nested.is_nested(params):
             return self, params, lambda result: result
         paths = nested.structure(params)
-        return self._flat(paths), nested.flatten(params), functools.partial(_nested_result, paths=paths)
+        return self._flat(paths), nested.flatten(params), functools.partial(nest, paths=paths)
 
     # --- the flat graph ---------------------------------------------------------------------------
 
@@ -209,7 +197,7 @@ class Composable(Pickled):
         with modes.outside_transforms(), modes.recording():
             call = check_call(transform._model, *map(modes.recordable, (_as_dict(named), x, y)))
             lowered = transform._graph(call)
-            graph = with_arguments(lowered, call, (params, x, y), transform._model.buffers(), whole)
+            graph = with_arguments(lowered, call, (params, x, y), whole)
         graph.meta["batch"] = _in_words(*lowered.sizes(call.batch))
         return graph
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..base import nested
 from ..base.checks import described
 from ..errors import InputError
+from ..operator.jacobian import Jacobian
 
 
 @dataclass(frozen=True)
@@ -64,3 +66,14 @@ def check_joinable(parts: list[Any], dims: int) -> None:
                 f"the function gives {what}, which cannot be put together; let it give tensors, with the examples on "
                 "dimension 0 where there are several batches"
             )
+
+
+def nest(result: Any, paths: nested.Structure) -> Any:
+    """A transform's result with what is by name in it nested as the parameters were."""
+    if isinstance(result, Jacobian):
+        return replace(result, paths=paths)
+    if isinstance(result, Clipped):
+        return replace(result, grads=nested.nest(result.grads, paths))
+    if isinstance(result, dict):
+        return nested.nest(result, paths)
+    return tuple(nest(part, paths) for part in result) if isinstance(result, tuple) else result

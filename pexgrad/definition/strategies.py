@@ -26,9 +26,9 @@ def _example_loss(model: Bound, losses: ExampleLosses, one: Call) -> Tensor:
     return losses.of_each(lambda _: (output, y), 1)[0]
 
 
-def _refuse_other_ways(loss: Tensor, model: Bound, at: Call) -> None:
+def _refuse_other_ways(loss: Tensor, at: Call) -> None:
     """Raise where an example's loss depends on the module's own parameters, not only on those that it is called with."""
-    own = {k: p for k, p in model.parameters().items() if k in set(at.trainable)}
+    own = {k: p for k, p in at.module.parameters.items() if k in set(at.trainable)}
     # what a call is given may itself be made of them, where its result is to be differentiated
     read = read_from(loss, own, until=[t.grad_fn for t in at.flat()])
     if read:
@@ -53,7 +53,7 @@ def naive(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = Fals
         for b in range(at.batch):
             value = _example_loss(model, loss, at.examples(b, b + 1))
             if not b:
-                _refuse_other_ways(value, model, at)
+                _refuse_other_ways(value, at)
             rows.append(grad_or_zeros(value, [at.params[k] for k in at.trainable], create_graph))
             losses.append(value if create_graph else value.detach())
     return _stacked(losses, rows, at, create_graph)
@@ -67,7 +67,7 @@ def multi(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = Fals
             mine = {k: p.view_as(p) for k, p in at.params.items()}
             losses.append(_example_loss(model, loss, at.examples(b, b + 1).at(mine)))
             if not b:
-                _refuse_other_ways(losses[0], model, at)
+                _refuse_other_ways(losses[0], at)
             aliases.append([mine[k] for k in at.trainable])
         flat = [a for mine in aliases for a in mine]
         grads = grad_or_zeros(torch.stack(losses).sum(), flat, create_graph)

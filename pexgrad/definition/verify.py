@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base import trees
-from ..base.compare import is_finite, largest_error, moved
+from ..base.compare import agree_nearby, is_finite, largest_error
 from ..base.nodes import where
 from ..base.still import StandStill
 from ..errors import ANY_MODEL, LossError, MixedExamplesError, VerificationError
@@ -63,17 +63,6 @@ def _refuse_comparing(model: Bound, loss: ExampleLosses, at: Call, want: Jacobia
         )
 
 
-# Rounding may decide on a branch, such as that of a unit which is zero but for rounding: with that the gradient of a layer
-# changes by the share that this unit has in it. Seen in 3 of 150 ResNet-18 on images of 32 x 32, with 0.01 to 0.05. At
-# parameters that are a little different it is another point, while a trace that is wrong is so there too.
-_BRANCHES, _NEARBY = 0.3, (0.01, 0.02)
-
-
-def agree_nearby(at: Call, error: float, agree: Callable[[Call], bool]) -> bool:
-    """Whether results that differ at one point, by an error that a branch may account for, agree at another close to it."""
-    return error <= _BRANCHES and any(agree(_moved(at, part)) for part in _NEARBY)
-
-
 def _wrong(
     pipeline: Pipeline, model: Bound, loss: ExampleLosses, at: Call, want: Jacobian
 ) -> tuple[str, float] | None:
@@ -82,7 +71,7 @@ def _wrong(
     if _difference(got, want, half) is None:
         return None
     # what is zero but for rounding (a sum of normalised values, say) differs by all there is of it
-    wrong = _difference(got, want, half, naive(model, loss, _moved(at)))
+    wrong = _difference(got, want, half, naive(model, loss, at.moved()))
     excused = wrong is not None and wrong[0] and _copies_agree(got.rows(last=True), pipeline, model, at)
     return None if excused else wrong
 
@@ -90,13 +79,14 @@ def _wrong(
 def _agrees_elsewhere(pipeline: Pipeline, model: Bound, loss: ExampleLosses, at: Call, error: float) -> bool:
     """Whether a difference is that of a few branches, on which rounding decided at this very point."""
 
-    def agrees(near: Call) -> bool:
+    def agrees(part: float) -> bool:
+        near = at.moved(part)
         if not pipeline.trace.follows(near):
             return False
         want = naive(model, loss, near)
         return _finite(want.rows(last=True)) and _wrong(pipeline, model, loss, near, want) is None
 
-    return agree_nearby(at, error, agrees)
+    return agree_nearby(error, agrees)
 
 
 def _difference(
@@ -130,15 +120,6 @@ def _what(found: Mixing) -> str:
     if found.of_size:
         return f"the number of examples, or an example's place among them, through {where(found.node)}"
     return f"{where(found.node)}, which looks at all examples of the batch at once"
-
-
-def _moved(at: Call, part: float = 0.0) -> Call:
-    """The same with every element of the parameters changed by a part of it, up or down: by two roundings at least."""
-
-    def other(p: Tensor) -> Tensor:
-        return moved(p.detach(), max(part, 2 * torch.finfo(p.dtype).eps)).requires_grad_()
-
-    return at.at({k: other(p) if p.requires_grad else p for k, p in at.params.items()})
 
 
 def _finite(rows: dict[str, Tensor]) -> bool:

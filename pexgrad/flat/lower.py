@@ -1,11 +1,8 @@
 """A transform of one input signature as one flat graph: forward, cotangents and rules, with no autograd inside.
 
 The eager call runs once on fake tensors while `make_fx` writes down every ATen operation, those of the backward
-included. What then stands in the way of running the graph elsewhere is replaced:
-
-- operations in place, by a second pass under functionalisation;
-- `detach` and `alias`, which mean nothing without autograd;
-- `view` by `reshape` and `sym_size` by `Tensor.size`, which `torch.func.vmap` also takes for strided and wrapped tensors.
+included. Operations in place go by a second pass under functionalisation, and `make_portable` replaces what else stands in
+the way of running the graph elsewhere.
 
 The batch size stays symbolic where the model's loss and rules work on the whole batch at once. Where something loops over
 examples (a loss written for one example, the fallback for an operation without a rule), the graph is for one batch size.
@@ -30,17 +27,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from ..base import trees
-from ..base.compare import largest_error
-from ..base.fakes import HINT, Guards, computes_metadata, fake, fake_batch, quiet, symbolic_len, symbolic_mode
+from ..base.compare import agree_nearby, largest_error
+from ..base.fakes import (
+    HINT,
+    Guards,
+    computes_metadata,
+    expression,
+    fake,
+    fake_batch,
+    quiet,
+    symbolic_len,
+    symbolic_mode,
+)
 from ..base.modes import uncompiled
 from ..base.nodes import operation
 from ..base.still import StandStill
-from ..definition.verify import agree_nearby
 from ..errors import TraceError, VerificationError, first_line
 from ..inputs.arguments import Options
 from ..inputs.call import Call
 from ..pipeline import Pipeline
-from ..stages.strides import copy_what_is_read_by_strides
+from ..stages.strides import as_traced, copy_what_is_read_by_strides, strided_from
+from ..stages.tap import gradient_edge, own_memory
 from ..tracing.decompositions import BACKWARD
 from ..tracing.numbers import noting_numbers
 from .portable import make_portable, reshape_views, without_checks
@@ -133,7 +140,7 @@ class _Recording:
         mode, env = symbolic_mode(_Fakes)
         fakes = self._fakes(mode, symbolic)
         batch = fakes[-1].shape[0]
-        symbol = batch.node.expr if symbolic else None  # read before anything may fix it  # pyright: ignore[reportAttributeAccessIssue]
+        symbol = expression(batch) if symbolic else None  # read before anything may fix it
         found: dict[str, Any] = {}
 
         def run(*flat: Tensor) -> list[Tensor]:
@@ -145,14 +152,16 @@ class _Recording:
         numbers: list[Any] = []
         with noting_numbers(numbers):
             module = _make_graph(run, fakes)
-        without_checks(module)
-        reshape_views(module)
+        without_checks(module.graph)
         if any(map(_writes, module.graph.nodes)):
+            reshape_views(module.graph)
+            module.recompile()
             functional = dispatch_functionalize(module, FunctionalTensorMode())
             # derivatives are in the graph by now, and what the model did without autograd no longer says so
             module = _make_graph(functional, [t.detach() for t in fakes])
-        make_portable(module, differentiable=self.options.create_graph)
-        copy_what_is_read_by_strides(module)
+        make_portable(module.graph, differentiable=self.options.create_graph)
+        copy_what_is_read_by_strides(module.graph)
+        module.recompile()
         served = int(batch) if symbol is None else Guards(symbol, tuple(_guards(env, symbol)))
         return Lowered(module, found["spec"], served, bool(numbers))
 
@@ -170,8 +179,8 @@ class _Recording:
     def verify(self, lowered: Lowered) -> None:
         """Raise where the graph and the call itself give different results."""
         found = self._error(lowered, self.call)
-        agrees = lambda near: not self._error(lowered, near)  # noqa: E731
-        if found and not agree_nearby(self.call.at_leaves(), found, agrees):
+        at = self.call.at_leaves()
+        if found and not agree_nearby(found, lambda part: not self._error(lowered, at.moved(part))):
             raise VerificationError(
                 f"the flat graph of this call differs from the call itself by a relative error of {found:.1e}; "
                 "call the function itself"
@@ -180,7 +189,12 @@ class _Recording:
     def _error(self, lowered: Lowered, at: Call) -> float:
         with StandStill():
             want = self.answer(self.pipeline.jacobian(at.at_leaves(), self.options), *self.further)
-            got = lowered.run([*at.flat(), *self.further])
+            try:
+                got = lowered.run([*at.flat(), *self.further])
+            except Exception as e:  # that an operation of its has no derivative, where one may be asked for
+                raise TraceError(
+                    f"the flat graph of this call does not run: {type(e).__name__}: {first_line(e)}; call the function itself"
+                ) from e
         results = (
             {str(i): t.detach() for i, t in enumerate(pytree.tree_leaves(tree))} for tree in (got, want)
         )
@@ -255,7 +269,9 @@ def _writes(node: fx.Node) -> bool:
 
 def _refuse_stop_gradients(pipeline: Pipeline) -> None:
     for node in pipeline.program.module.graph.nodes:
-        if node.target in (aten.detach.default, torch._C._set_grad_enabled) or not _is_plain(node):
+        if node.target in (aten.detach.default, torch._C._set_grad_enabled) or not _has_its_own_derivative(
+            node
+        ):
             raise TraceError(
                 f"the model stops or changes gradients ({operation(node)} at {node.meta.get('source', '')}), which a flat "
                 "graph keeps for the rows but not for derivatives of the rows; leave create_graph off, or differentiate the "
@@ -263,14 +279,12 @@ def _refuse_stop_gradients(pipeline: Pipeline) -> None:
             )
 
 
-def _is_plain(node: fx.Node) -> bool:
+# of the library's own, in a program
+_OURS = (gradient_edge, own_memory, as_traced, strided_from)
+
+
+def _has_its_own_derivative(node: fx.Node) -> bool:
     """Whether autograd's own derivative of the operation is what the graph will have."""
-    if node.op != "call_function" or isinstance(node.target, OpOverload):
+    if node.op != "call_function" or isinstance(node.target, OpOverload) or node.target in _OURS:
         return True
-    return getattr(node.target, "__module__", "") in (
-        "_operator",
-        "torch",
-        "math",
-        "pexgrad.stages.tap",
-        "torch._C",
-    )
+    return getattr(node.target, "__module__", "") in ("_operator", "torch", "math", "torch._C")

@@ -20,7 +20,6 @@ def with_arguments(
     lowered: Lowered,
     call: Call,
     given: tuple[Any, Any, Any],
-    buffers: dict[str, Tensor],
     whole: Callable[[Any], Any],
 ) -> fx.GraphModule:
     """The graph as a module called like the function: `module(params, x, y)`; `given` are examples of those three.
@@ -38,7 +37,7 @@ def with_arguments(
     args = [n for n in lowered.module.graph.nodes if n.op == "placeholder"]
     n_examples = len(call.inputs()) + len(call.targets())
     n_given = sum(isinstance(v, Tensor) for v in leaves) - n_examples
-    own = {k: call.params[k].detach() for k in list(call.params)[n_given:]} | buffers
+    own = {k: call.params[k].detach() for k in list(call.params)[n_given:]} | call.module.buffers
     if n_given < 0 or len(args) != n_given + len(own) + n_examples:
         raise TraceError(
             "this call cannot be lowered: its inputs are of classes that torch's pytree does not take apart; pass them as "

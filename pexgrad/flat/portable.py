@@ -19,9 +19,8 @@ from .views import shorten_views
 aten = torch.ops.aten
 
 
-def make_portable(module: fx.GraphModule, *, differentiable: bool) -> None:
+def make_portable(graph: fx.Graph, *, differentiable: bool) -> None:
     """Replace what stands in the way; without `differentiable`, let no gradient pass."""
-    graph = module.graph
     for node in list(graph.nodes):
         same = _same_as(node)
         if same is not None:
@@ -29,12 +28,11 @@ def make_portable(module: fx.GraphModule, *, differentiable: bool) -> None:
             graph.erase_node(node)
         elif node.target in _METHODS:
             node.op, node.target = "call_method", _METHODS[node.target]
-    reshape_views(module)
+    reshape_views(graph)
     shorten_views(graph)
     if not differentiable:
         _cut_gradients(graph)
     graph.lint()
-    module.recompile()
 
 
 _METHODS = {aten.sym_size.int: "size", aten.sym_numel.default: "numel"}
@@ -44,12 +42,11 @@ _SLICES = {aten.slice.Tensor: 1, aten.slice_scatter.default: 2, aten.slice_backw
 _TO_THE_END = torch.iinfo(torch.int64).max
 
 
-def reshape_views(module: fx.GraphModule) -> None:
+def reshape_views(graph: fx.Graph) -> None:
     """Turn each `view` into a `reshape`, which takes any strides."""
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target, node.args = aten.reshape.default, (node.args[0], _known_sizes(node))
-    module.recompile()
 
 
 def _known_sizes(node: fx.Node) -> list[Any]:
@@ -61,9 +58,8 @@ def _known_sizes(node: fx.Node) -> list[Any]:
     ]
 
 
-def without_checks(module: fx.GraphModule) -> None:
+def without_checks(graph: fx.Graph) -> None:
     """Turn `_linalg_check_errors(info)` into `nan` where it would raise: an operation that raises is not functional."""
-    graph = module.graph
     for check in [n for n in graph.nodes if n.target is aten._linalg_check_errors.default]:
         info = check.args[0]
         results = [n for n in info.args[0].users if n is not info and n.meta["val"].dtype.is_floating_point]
@@ -71,7 +67,6 @@ def without_checks(module: fx.GraphModule) -> None:
             with graph.inserting_before(max(result, info).next):
                 _poison(graph, result, info)
         graph.erase_node(check)
-    module.recompile()
 
 
 def _poison(graph: fx.Graph, result: fx.Node, info: fx.Node) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..base.fakes import expression
+
 aten = torch.ops.aten
 
 # a reshape may copy; the others never do
@@ -25,7 +27,7 @@ def shorten_views(graph: fx.Graph) -> None:
     sizes: dict[Any, fx.Node] = {}  # the nodes that give sizes which are no numbers
     for node in list(graph.nodes):
         if isinstance(size := node.meta.get("val"), torch.SymInt):
-            sizes.setdefault(size.node.expr, node)
+            sizes.setdefault(expression(size), node)
         shorter = _shorter(graph, node, sizes)
         if shorter is not None:
             node.replace_all_uses_with(shorter)
@@ -115,7 +117,7 @@ def _permutation(node: fx.Node) -> list[int] | None:
 
 def _dims(node: fx.Node) -> list[Any]:
     """The sizes, to be compared without a condition on the batch size: numbers, and expressions of it."""
-    return [n.node.expr if isinstance(n, torch.SymInt) else n for n in node.meta["val"].shape]
+    return [expression(n) for n in node.meta["val"].shape]
 
 
 def _erase_unused(node: fx.Node | None) -> None:

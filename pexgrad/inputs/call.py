@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..base import trees
 from ..base.checks import shaped
+from ..base.compare import moved
 from ..base.modes import recording
 from ..errors import InputError
 from .snapshot import Snapshot
@@ -55,6 +56,14 @@ class Call:
         return [*self.values(), *self.targets()]
 
     # --- elsewhere ----------------------------------------------------------------------------------
+
+    def moved(self, part: float = 0.0) -> Call:
+        """The same with every number of the trainable parameters changed by a part of it, two roundings at least, up or down."""
+
+        def other(p: Tensor) -> Tensor:
+            return moved(p.detach(), max(part, 2 * torch.finfo(p.dtype).eps)).requires_grad_()
+
+        return self.at({k: other(p) if p.requires_grad else p for k, p in self.params.items()})
 
     def at(self, params: dict[str, Tensor]) -> Call:
         """The same examples at other parameters."""

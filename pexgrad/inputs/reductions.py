@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..base.fakes import expression, symbol_of
 from .torch_losses import CLASSES, PER_EXAMPLE
 
 # of each arithmetic operation on numbers, by its place among them: argument -> what it is for a batch of so many, where it is
@@ -129,8 +130,7 @@ def _of_size(argument: Any, batch: Any) -> Callable[[int], int] | None:
     """What a size becomes for another batch; None where it does not depend on that, or is no size."""
     if not isinstance(argument, torch.SymInt):
         return None
-    expr: Any = argument.node.expr  # pyright: ignore[reportAttributeAccessIssue]
-    (size,) = batch.node.expr.free_symbols  # pyright: ignore[reportAttributeAccessIssue]
+    expr, size = expression(argument), symbol_of(batch)
     return functools.cache(lambda n: int(expr.subs(size, n))) if size in expr.free_symbols else None
 
 

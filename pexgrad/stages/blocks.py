@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from ..base.equations import parse
+from ..base.fakes import expression
 from ..base.nodes import (
     batch_dims,
     by_name,
@@ -81,7 +82,7 @@ class _Leading:
 
     def factor(self, node: fx.Node) -> Any:
         """k of a value (b k, ...)."""
-        return value(node).shape[0].node.expr / self._batch
+        return expression(value(node).shape[0]) / self._batch
 
     def keeps(self, node: fx.Node) -> bool:
         """Whether a node's value leads; a value without the batch does not."""
@@ -118,7 +119,7 @@ class _Leading:
         named = by_name(target, node.args, node.kwargs)
         if name in _RESHAPES:
             return True
-        if any(self._rows(n) != result.shape[0].node.expr for n in read if isinstance(value(n), Tensor)):
+        if any(self._rows(n) != expression(result.shape[0]) for n in read if isinstance(value(n), Tensor)):
             return name == "repeat_interleave" and named.get("dim") == 0
         if name in _POINTWISE or torch.Tag.pointwise in target.tags:  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
             aligned = all(value(n).dim() == result.dim() for n in read)
@@ -134,7 +135,7 @@ class _Leading:
     def _rows(self, node: fx.Node) -> Any:
         val = value(node)
         first = val[0] if isinstance(val, tuple | list) else val
-        return first.shape[0].node.expr
+        return expression(first.shape[0])
 
     def _multiplies(self, name: str, named: dict[str, Any], read: list[fx.Node]) -> bool:
         """A matrix for all, or one for each."""
@@ -180,7 +181,7 @@ def _is_every_place(index: fx.Node, batch: Any) -> bool:
     named = by_name(index.target, index.args, index.kwargs)
     end = named["end"]
     end = value(end) if isinstance(end, fx.Node) else end
-    whole = has_batch(end, batch) and end.node.expr == batch
+    whole = expression(end) == batch
     return whole and named.get("start", 0) in (0, None) and named.get("step", 1) in (1, None)
 
 

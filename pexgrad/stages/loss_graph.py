@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..base import trees
-from ..base.fakes import TRACING, Guards, fake_batch, quiet, symbolic_len, symbolic_mode
+from ..base.fakes import TRACING, Guards, fake_batch, quiet, symbol_of, symbolic_len, symbolic_mode
 from .blocks import lead
 from .mixing import Mixing, first_mixing
 
@@ -58,7 +58,7 @@ def recorded(
     mode, env = symbolic_mode()
     fakes = [fake_batch(mode, t.detach()) for t in (*tensors, *trees.tensors(y))]
     size = fakes[0].shape[0]
-    (batch,) = size.node.expr.free_symbols  # pyright: ignore[reportAttributeAccessIssue]
+    batch = symbol_of(size)
 
     def run(*flat: Tensor) -> Tensor:
         left = iter(flat[len(tensors) :])

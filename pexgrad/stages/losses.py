@@ -100,18 +100,16 @@ class Losses:
     def __call__(self, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor:
         output = self.outputs.whole(tensors)
         losses = self._of_torch(output, y)
-        if losses is None and self.ways is not None:
-            losses = self._of_batch(self.ways, output, tensors, y, batch)
-        elif losses is None and self.reductions is not None and self.reductions.are_of(self.loss, batch):
-            losses = self._of_reductions(self.reductions, output, tensors, y, batch)
-        if losses is None:
-            losses = self.loss.of_each(self.outputs.examples(tensors, y, batch), batch)
-        return losses
+        for way in (self._of_batch, self._of_reductions):
+            losses = way(output, tensors, y, batch) if losses is None else losses
+        return (
+            self.loss.of_each(self.outputs.examples(tensors, y, batch), batch) if losses is None else losses
+        )
 
-    def _of_batch(
-        self, ways: Ways, output: Any, tensors: Sequence[Tensor], y: Any, batch: int
-    ) -> Tensor | None:
-        """None where examples have to be taken by themselves."""
+    def _of_batch(self, output: Any, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor | None:
+        """None where the loss is of another kind, or examples have to be taken by themselves."""
+        if (ways := self.ways) is None:
+            return None
         given, versions, calls = [t.grad_fn for t in tensors], [t._version for t in tensors], Calls()
         losses = self.loss.of_batch(output, y, batch, calls if ways.noting else contextlib.nullcontext())
         if is_recorded(losses):
@@ -135,10 +133,10 @@ class Losses:
             together = self.loss.of_batch(self.outputs.copy(tensors), y, batch)
             self.loss.refuse_mixing(together, self.outputs.copies(tensors, y, batch), min(batch, first))
 
-    def _of_reductions(
-        self, known: Reductions, output: Any, tensors: Sequence[Tensor], y: Any, batch: int
-    ) -> Tensor | None:
-        """None where the loss has gone another way: a coefficient may lead its code there, where a batch may fail."""
+    def _of_reductions(self, output: Any, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor | None:
+        """None where the loss is of another kind, or has gone another way: where a coefficient leads it, a batch may fail."""
+        if (known := self.reductions) is None or not known.are_of(self.loss, batch):
+            return None
         versions = [t._version for t in tensors]
         first = [] if is_recorded(tensors[0]) else [t[:1].detach().clone() for t in tensors]
         with contextlib.suppress(Exception):

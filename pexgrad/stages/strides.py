@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from ..base.nodes import mutated_operands, put_behind, storage, value
+from ..base.nodes import Writes, put_behind, storage, value
 from ..errors import TraceError
 
 aten = torch.ops.aten
@@ -24,21 +24,18 @@ aten = torch.ops.aten
 
 def settle_strides(graph: fx.Graph) -> None:
     """Make the graph right for tensors of any strides."""
-    nodes = list(graph.nodes)
-    order = {n: i for i, n in enumerate(nodes)}
-    last_write = {storage(t): order[node] for node in nodes for t in mutated_operands(node)}
+    nodes, writes = list(graph.nodes), Writes(graph)
     for node in nodes:
         # a view of what is written to later has to stay one
-        if node.target is aten.view.default and last_write.get(storage(node), -1) < order[node]:
+        if node.target is aten.view.default and not writes.behind(node, node):
             node.target = aten.reshape.default
     by_strides = [n for n in nodes if _reads_by_strides(n)]
     for node in by_strides:
         _count_from_operand(node)
     read = {storage(n) for n in by_strides}
     for node in nodes:
-        if (
-            storage(node) in read and node.op != "get_attr"
-        ):  # the first node of this memory is the one that makes it
+        # the first node of this memory is the one that makes it
+        if storage(node) in read and node.op != "get_attr":
             read.discard(storage(node))
             put_behind(node, as_traced, [s if isinstance(s, int) else None for s in value(node).stride()])
 
@@ -74,9 +71,8 @@ def as_traced(x: Tensor, strides: Sequence[int | None]) -> Tensor:
     return x.new_empty_strided(x.shape, strides).copy_(x)  # pyright: ignore[reportArgumentType]
 
 
-def copy_what_is_read_by_strides(module: fx.GraphModule) -> None:
+def copy_what_is_read_by_strides(graph: fx.Graph) -> None:
     """The same for a flat graph, which runs where strides cannot be looked at: it reads copies of what it is given."""
-    graph = module.graph
     read = {storage(n) for n in graph.nodes if _reads_by_strides(n)} - {None}
     given = [n for n in graph.nodes if n.op == "placeholder"]
     for node in [n for n in given if storage(n) in read]:
@@ -86,4 +82,3 @@ def copy_what_is_read_by_strides(module: fx.GraphModule) -> None:
                 "cannot repeat: let the model read x.contiguous(), or call the function itself"
             )
         put_behind(node, aten.clone.default, after=given[-1], memory_format=torch.contiguous_format)
-    module.recompile()

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.graph import CodeGen
 
-from ..base.nodes import mutated_operands, put_behind, returned, storage, value, where
+from ..base.nodes import Writes, put_behind, returned, value, where
 from ..errors import ANY_MODEL, TraceError
 from ..tracing.trace import Trace
 from .parts import Part, find_parts
@@ -80,11 +80,10 @@ def gradient_edge(activation: Tensor) -> GradientEdge | None:
 def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
     """Make the graph return edges, residuals and operands; changes `trace.graph`."""
     graph = trace.graph
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    last_write = _last_writes(graph, order)
+    writes = Writes(graph)
     edges: list[fx.Node | None] = []
     activations = [(site, out) for site in sites for out in site.outputs]
-    written = {out for site, out in activations if last_write.get(storage(out), -1) > order[site.node]}
+    written = {out for site, out in activations if writes.behind(out, site.node)}
     places = {
         out: i for i, (site, out) in enumerate(activations) if out not in written and not site.is_copies
     }
@@ -102,10 +101,10 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
                 edges.append(graph.call_function(gradient_edge, (moved[out],)) if needed else None)
         slot = {}
         for n in nodes_needed(site_uses, site):
-            kept = _shield(trace, moved.get(n, n), site, last_write, order)
+            kept = _shield(trace, moved.get(n, n), site, writes)
             slot[n] = residuals.setdefault(kept, len(residuals))
         for use in site_uses:
-            _refuse_overwritten(use.operand.node, site, last_write, order)
+            _refuse_overwritten(use.operand.node, site, writes)
             operands.setdefault(use.operand.node, len(operands))
         slots.append(
             Slots(
@@ -136,24 +135,16 @@ def _tapped(out: fx.Node, *, written: bool, shared: bool) -> fx.Node:
     return put_behind(out, target)
 
 
-def _last_writes(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[int | None, int]:
-    return {storage(t): order[node] for node in graph.nodes for t in mutated_operands(node)}
-
-
-def _shield(
-    trace: Trace, n: fx.Node, site: Site, last_write: dict[int | None, int], order: dict[fx.Node, int]
-) -> fx.Node:
+def _shield(trace: Trace, n: fx.Node, site: Site, writes: Writes) -> fx.Node:
     """`n`, or a copy taken before the site runs where a later operation writes to its memory."""
-    if last_write.get(storage(n), -1) < order[site.node] or not isinstance(value(n), Tensor):
+    if not writes.by_or_behind(n, site.node) or not isinstance(value(n), Tensor):
         return n
     with trace.graph.inserting_before(site.node):
         return insert(trace, aten.clone.default, (n,), like=n)
 
 
-def _refuse_overwritten(
-    n: fx.Node, site: Site, last_write: dict[int | None, int], order: dict[fx.Node, int]
-) -> None:
-    if last_write.get(storage(n), -1) > order[site.node]:
+def _refuse_overwritten(n: fx.Node, site: Site, writes: Writes) -> None:
+    if writes.behind(n, site.node):
         raise TraceError(
             f"{where(n)} is used by {where(site.node)} and overwritten afterwards; "
             f"use a new tensor for the new value, or {ANY_MODEL}"

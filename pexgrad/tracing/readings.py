@@ -26,6 +26,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..base.fakes import expression
 from ..base.memory import storage_of
 from ..base.nodes import draws, is_model_of, storage, value, written_memory
 from ..base.numerics import is_inexact
@@ -42,7 +43,7 @@ Answer = bool | int
 class Reading:
     """What Python code asked of numbers read from tensors, and the answer that it got."""
 
-    asked: sympy.Basic  # of `symbols`
+    asked: Any  # an expression of `symbols`
     kind: type[Answer]
     symbols: tuple[sympy.Symbol, ...]
     program: fx.GraphModule  # the placeholders' values -> the numbers that `symbols` stand for
@@ -56,7 +57,7 @@ class Reading:
             with _disable_current_modes(), torch.no_grad():  # not a part of what is being traced
                 numbers = self.program(*call.values_of(b))
             numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
-            yield self.kind(_at(self.asked, dict(zip(self.symbols, numbers, strict=True))))
+            yield self.kind(self.asked.subs(dict(zip(self.symbols, numbers, strict=True))))
 
 
 class Reader:
@@ -88,7 +89,7 @@ class Reader:
             val = value(node)
             if not isinstance(val, SymInt) or not _reads(node) or not node.users or self._is_fake():
                 continue
-            symbol = val.node.expr
+            symbol = expression(val)
             params, _, inputs = self._read(graph, _computing(graph, root, [node], self.batch))
             if any(map(_is_floating, inputs)) or (params and inputs):
                 continue  # the probe tells whether one example's number is the batch's
@@ -187,21 +188,22 @@ def _source(graph: fx.Graph, symbol: Any) -> fx.Node | None:
     for node in reversed(graph.nodes):
         val = value(node)
         if isinstance(val, SymInt | SymBool | SymFloat) and _reads(node):
-            expr = val.node.expr
+            expr = expression(val)
             if expr == symbol or expr == sympy.Eq(symbol, 1):  # a boolean is a number that may be 1
                 return node
     return None
 
 
-def _at(expression: sympy.Basic, numbers: dict[Any, Any]) -> Any:
-    return expression.subs(numbers)
-
-
 def _size(node: fx.Node, batch: sympy.Symbol) -> int | None:
     """For a size, which depends on no more than the batch size: what it is for a batch of one."""
     val = value(node)
-    known = isinstance(val, SymInt) and val.node.expr.free_symbols <= {batch}
-    return int(_at(val.node.expr, {batch: 1})) if known else None
+    known = isinstance(val, SymInt) and expression(val).free_symbols <= {batch}
+    return _of_one(val, batch) if known else None
+
+
+def _of_one(size: int | SymInt, batch: sympy.Symbol) -> int:
+    """A size for a batch of one."""
+    return int(sympy.sympify(expression(size)).subs(batch, 1))
 
 
 def _computing(
@@ -222,7 +224,7 @@ def _computing(
 
 def _empty(own: fx.Graph, like: Any, batch: sympy.Symbol) -> fx.Node:
     """A tensor of the shape that `like` has for a batch of one."""
-    sizes = [int(_at(n.node.expr, {batch: 1})) if isinstance(n, SymInt) else n for n in like.shape]
+    sizes = [_of_one(n, batch) for n in like.shape]
     return own.call_function(torch.empty, (sizes,), {"dtype": like.dtype, "device": like.device})
 
 

@@ -30,9 +30,11 @@ from ..base.fakes import (
     TRACING,
     Guards,
     computes_metadata,
+    expression,
     fake,
     fake_batch,
     quiet,
+    symbol_of,
     symbolic_len,
     symbolic_mode,
 )
@@ -152,7 +154,7 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
     fake_params = [fake(mode, p).requires_grad_(k in call.trainable) for k, p in params.items()]
     fake_buffers = [fake(mode, b) for b in buffers.values()]
     fake_inputs = [fake_batch(mode, t, hint) for t in call.inputs()]
-    (batch,) = fake_inputs[0].shape[0].node.expr.free_symbols  # pyright: ignore[reportAttributeAccessIssue]
+    batch = symbol_of(fake_inputs[0].shape[0])
     seen: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
@@ -356,7 +358,7 @@ def _refuse_shapes_of_data(graph: fx.Graph, batch: sympy.Symbol) -> None:
     for node in graph.nodes:
         val = node.meta.get("val")
         sizes = [n for n in val.shape if isinstance(n, torch.SymInt)] if isinstance(val, Tensor) else []
-        if any(n.node.expr.free_symbols - {batch} for n in sizes):
+        if any(expression(n).free_symbols - {batch} for n in sizes):
             raise TraceError(
                 f"the shape of {node.name} depends on data (at {node.meta.get('source', 'an unknown line')}), so the "
                 f"model has no static graph; use masks instead of selecting by value, or {ANY_MODEL}"
