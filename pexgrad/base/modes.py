@@ -22,6 +22,8 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import trees
 from .fakes import TRACING
@@ -49,6 +51,12 @@ def without_autocast(device: str) -> Any:
     if not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
+
+
+def users_modes() -> list[Any]:
+    """The modes around a call, of torch's functions and of its operations, that are neither torch's own nor ours."""
+    around = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return [mode for mode in around if not type(mode).__module__.startswith(("torch.", "pexgrad."))]
 
 
 _validates = ContextVar("_validates", default=False)

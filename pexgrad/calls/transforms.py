@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..base import nested, trees
 from ..base.fakes import TRACING
-from ..base.modes import differentiable_kernels, uncompiled, unvalidated
+from ..base.modes import differentiable_kernels, uncompiled, unvalidated, users_modes
 from ..base.still import StandStill
 from ..definition.remembered import refuse_remembered
 from ..definition.strategies import LOOPS
@@ -28,6 +28,7 @@ from ..errors import (
 from ..inputs.arguments import Options, Params, check_call, check_out
 from ..inputs.call import Call, example_numbers
 from ..inputs.loss import ExampleLosses
+from ..inputs.reads import forget_names
 from ..inputs.rebind import Bound, global_hooks, refuse_backward_hooks
 from ..inputs.snapshot import held_by
 from ..inputs.torch_losses import Loss
@@ -126,6 +127,7 @@ class Transform(Composable):
             known.insert(0, pipeline)  # it may take the place of one that no longer serves
             leaves = trees.flatten((trees.as_call(call.x), call.y))[0]
             others = [held for v in leaves if not isinstance(v, Tensor) for held in held_by(v)]
+            others += [held for mode in users_modes() for held in (mode, *held_by(vars(mode)))]
             self._kept_alive.append(call.module.references + others)
             return pipeline
 
@@ -148,6 +150,7 @@ class Transform(Composable):
             )
 
     def _build(self, call: Call) -> Pipeline:
+        forget_names()
         try:
             refuse_remembered(self._model, self._loss.loss, call)
             pipeline, sample = build(self._model, self._loss, call)
@@ -183,7 +186,8 @@ class Transform(Composable):
             tuple(call.trainable),
             spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
             tuple(map(_autocast, sorted({"cpu", *(p.device.type for p in call.params.values())}))),
-            global_hooks(), torch.get_default_dtype(),
+            global_hooks(), torch.get_default_dtype(), torch.get_default_device(),
+            tuple((type(mode), *map(id, held_by(vars(mode)))) for mode in users_modes()),
         )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ import contextlib
 import dis
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ import torch
 from ..base.source import is_installed
 
 Reads = list[tuple[Any, Any]]
+
+_FEW = 1000  # items of a container that are looked at
 
 # what a class or an object has by name and nothing else looks into
 _PLAIN = (int, float, complex, str, bytes, type(None), list, tuple, set, dict, torch.Tensor, torch.nn.Module)
@@ -41,27 +44,20 @@ def of_function(function: FunctionType | MethodType) -> Reads:
     """What a function reads, by name; nothing for a library's."""
     if isinstance(function, MethodType):
         code, owner = function.__func__, function.__self__
-        names = names_in(code) if isinstance(code, FunctionType) else frozenset[str]()
+        names = reached([code] if isinstance(code, FunctionType) else [])
         return [("", code), *_named("self", owner, names)]
-    names = names_in(function)
-    if not names and not function.__closure__ and not function.__defaults__:
+    if not names_in(function) and not function.__closure__ and not function.__defaults__:
         return []
+    names = reached([function])
     found: Reads = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # an empty cell
-            found += _named(name, cell.cell_contents, names)
-    for name in sorted(_names_of(function).of_globals & function.__globals__.keys()):
-        found += _named(name, function.__globals__[name], names)
+    for name, held in _beside(function):
+        found += _named(name, held, names)
     return found
 
 
 def of_class(kind: type) -> Reads:
     """The methods of a class, and its plain attributes; nothing for a library's."""
-    if kind not in _own:
-        _own[kind] = [c for c in kind.__mro__ if not is_installed(_file_of(c))]
-    held = [
-        (k, getattr(v, "__func__", getattr(v, "fget", v))) for c in _own[kind] for k, v in vars(c).items()
-    ]
+    held = [(k, _function(v)) for c in _own_bases(kind) for k, v in vars(c).items()]
     return [
         (k, v)
         for k, v in held
@@ -69,44 +65,185 @@ def of_class(kind: type) -> Reads:
     ]
 
 
+def functions_of_class(kind: type) -> list[tuple[str, FunctionType]]:
+    """The methods of a user's class that find something in their closures or defaults, each by its name."""
+    found = {n: f for c in reversed(_own_bases(kind)) for n, f in vars(c).items()}
+    return [
+        (n, f)
+        for n, f in found.items()
+        if isinstance(f, FunctionType) and (f.__closure__ or f.__defaults__ or f.__kwdefaults__)
+    ]
+
+
+def reaches(kind: type, held: Iterable[Any], own: set[int]) -> bool:
+    """Whether the methods of a module's class, or functions that it holds, find any of these objects among their globals."""
+    left = [f for _, f in of_class(kind)] + [_function(f) for f in held]
+    seen = set[FunctionType]()
+    while left:
+        function = left.pop()
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        for _, value in _beside(function):
+            inside = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list | tuple)
+                else ()
+            )
+            if len(inside) <= _FEW and any(id(v) in own for v in (value, *inside)):
+                return True
+            left += _functions_of(value, names_in(function))
+    return False
+
+
 def names_in_forward(kind: type) -> frozenset[str]:
-    """The names in a module's forward, and in those of its methods that are named there."""
+    """The names in a module's forward, and in the code that it reaches."""
     forward = getattr(kind, "forward", None)
     if not isinstance(forward, FunctionType):
         return frozenset()
     known = _forward.get(kind)
     if known is None or known[0] is not forward.__code__:
-        known = _forward[kind] = forward.__code__, _methods(kind, names_in(forward))[1]
+        known = _forward[kind] = forward.__code__, reached([forward], kind)
     return known[1]
 
 
+def forget_names() -> None:
+    """Look at code anew: a function may reach others by now."""
+    _forward.clear()
+
+
 def names_in_code(function: FunctionType | MethodType) -> frozenset[str]:
-    """The names in a function's code, and in the methods of its object that are named there."""
+    """The names in a function's code, and in the code that it reaches."""
     if isinstance(function, FunctionType):
-        return names_in(function)
+        return reached([function])
     code = function.__func__
-    names = names_in(code) if isinstance(code, FunctionType) else frozenset[str]()
-    return _methods(type(function.__self__), names)[1]
+    return reached([code] if isinstance(code, FunctionType) else [], type(function.__self__))
 
 
-def of_object(value: Any, names: frozenset[str]) -> Reads:
-    """The attributes and methods of an object that are named."""
-    return _named("", value, names)[1:]
+def reached(functions: Iterable[FunctionType], kind: type | None = None) -> frozenset[str]:
+    """The names in functions' code, and in that of the user's functions and classes, and methods of a class, that they name."""
+    left, seen, names = list(functions), set[FunctionType](), set[str]()
+    if kind is not None:
+        left += _unnamed(kind)
+    while left:
+        function = left.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        found = names_in(function)
+        left += [f for _, held in _beside(function) for f in _functions_of(held, found)]
+        if kind is not None:
+            left += [
+                f for n in found - names if isinstance(f := _function(getattr(kind, n, None)), FunctionType)
+            ]
+        names |= found
+    return frozenset(names)
+
+
+def _beside(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What the user's function finds in its closure and among its globals, by name."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield name, cell.cell_contents
+    for name in sorted(_names_of(function).of_globals & function.__globals__.keys()):
+        yield name, function.__globals__[name]
+
+
+def _functions_of(held: Any, names: frozenset[str]) -> list[FunctionType]:
+    """The functions that code calls by what it names: a function, those of a class, those of a module of the user's."""
+    if isinstance(held, ModuleType):
+        inside = [] if _is_installed(held) else [vars(held)[n] for n in names & vars(held).keys()]
+        return [f for v in inside if not isinstance(v, ModuleType) for f in _functions_of(v, names)]
+    if isinstance(held, type):
+        return _methods(held, names)
+    f = _function(held)
+    return [f] if isinstance(f, FunctionType) else []
+
+
+def _methods(kind: type, names: frozenset[str]) -> list[FunctionType]:
+    """The methods of a user's class that are called by these names, or without one, and by one another."""
+    left = {n: f for n, f in of_class(kind) if isinstance(f, FunctionType)}
+    found: list[FunctionType] = []
+    called = set(names)
+    while now := [n for n in left if n in called or n in _MAKES or (n.startswith("__") and n not in _APART)]:
+        found += (methods := [left.pop(n) for n in now])
+        called.update(*map(names_in, methods))
+    return found
+
+
+def _function(held: Any) -> Any:
+    """The function under a method or a property; anything else as it is."""
+    if isinstance(held, property):
+        return held.fget
+    if isinstance(held, cached_property):
+        return held.func
+    return held.__func__ if isinstance(held, MethodType | classmethod | staticmethod) else held
+
+
+# special methods that no syntax calls while a model runs
+_APART = frozenset({
+    "__init__", "__new__", "__del__", "__repr__", "__str__", "__format__", "__hash__", "__init_subclass__", "__class_getitem__",
+    "__set_name__", "__subclasshook__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs__",
+    "__getnewargs_ex__", "__copy__", "__deepcopy__", "__dir__", "__sizeof__",
+})  # fmt: skip
+
+
+_MAKES = ("__init__", "__new__", "__post_init__")
+
+
+def _unnamed(kind: type) -> list[FunctionType]:
+    """The special methods of a user's class, which code calls without a name: `table[i]`, `with scale:`, `op(x)`."""
+    special = [
+        _function(v)
+        for c in _own_bases(kind)
+        for n, v in vars(c).items()
+        if n.startswith("__") and n not in _APART
+    ]
+    return [f for f in special if isinstance(f, FunctionType)]
+
+
+def is_users(kind: type) -> bool:
+    """Whether a class is of the user's own program."""
+    return not is_installed(_file_of(kind))
+
+
+def _own_bases(kind: type) -> list[type]:
+    """The class and its bases, as far as they are the user's."""
+    if kind not in _own:
+        _own[kind] = [c for c in kind.__mro__ if is_users(c)]
+    return _own[kind]
+
+
+def of_object(value: Any, names: frozenset[str]) -> tuple[Reads, frozenset[str]]:
+    """The attributes and methods of an object that are named, and the names that are reached through it."""
+    if isinstance(value, ModuleType):
+        return ([] if _is_installed(value) else _attributes("", vars(value), names)), frozenset()
+    return _named("", value, names)[1:], names | _names_of_methods(type(value), names)[1]
+
+
+def attribute_names(value: Any) -> frozenset[str]:
+    """All attributes that an object has by itself."""
+    slots = (
+        n for c in type(value).__mro__ for n, v in vars(c).items() if isinstance(v, MemberDescriptorType)
+    )
+    return frozenset([*getattr(value, "__dict__", ()), *slots])
 
 
 def _named(name: str, value: Any, names: frozenset[str]) -> Reads:
     """A value that code reads, with those of its attributes that the code names."""
     if isinstance(value, ModuleType):
-        return [] if _is_installed(value) else _attributes(name, vars(value), names)
+        return [] if _is_installed(value) else [(name, value)]  # what is in it is looked up by its names
     kind = type(value)
     if isinstance(value, (*_PLAIN, type, FunctionType, MethodType)):
         return [(name, value)]
     held: dict[str, Any] = getattr(value, "__dict__", {})
-    if is_installed(_file_of(kind)):  # a namespace, say
-        return [(name, value), *_attributes(name, held, names)]
-    methods, names = _methods(kind, names)
+    methods, names = _names_of_methods(kind, names)
     of_kind = {n: v for c in reversed(kind.__mro__[:-1]) for n, v in vars(c).items()}
     slots = {n: getattr(value, n, None) for n, v in of_kind.items() if isinstance(v, MemberDescriptorType)}
+    if not is_users(kind):  # a namespace, say
+        return [(name, value), *_attributes(name, {**slots, **held}, names)]
     plain = {n: v for n, v in of_kind.items() if isinstance(v, _PLAIN) and n not in held}
     return [(name, value), *_attributes(name, {**plain, **slots, **held}, names), *methods]
 
@@ -115,18 +252,18 @@ def _attributes(name: str, held: dict[str, Any], names: frozenset[str]) -> Reads
     return [(f"{name}.{n}", held[n]) for n in sorted(names & held.keys())]
 
 
-def _methods(kind: type, names: frozenset[str]) -> tuple[Reads, frozenset[str]]:
-    """The methods among the names, and the names with those in the methods' own code."""
-    found: dict[str, FunctionType] = {}
-    left = set(names)
-    while left:
-        method = getattr(kind, name := left.pop(), None)
-        method = method.fget if isinstance(method, property) else method
-        if isinstance(method, FunctionType) and name not in found:
-            found[name] = method
-            left |= names_in(method) - found.keys()
-    reached = names.union(*map(names_in, found.values()))
-    return [(f".{n}", found[n]) for n in sorted(found)], reached
+def _names_of_methods(kind: type, names: frozenset[str]) -> tuple[Reads, frozenset[str]]:
+    """The methods of a user's class that code calls, by these names or without one, and all names that are reached there."""
+    if not is_users(kind):
+        return [], names
+    named = (_function(getattr(kind, n, None)) for n in sorted(names))
+    called = [f for f in (*named, *_unnamed(kind)) if isinstance(f, FunctionType)]
+    every = names | reached(called, kind)
+    methods = {
+        n: f for n in sorted(every) if isinstance(f := _function(getattr(kind, n, None)), FunctionType)
+    }
+    methods |= {f.__name__: f for f in _unnamed(kind)}
+    return [(f".{n}", f) for n, f in methods.items()], every
 
 
 def names_in(function: FunctionType) -> frozenset[str]:
@@ -138,9 +275,28 @@ def _names_of(function: FunctionType) -> _Names:
     code, known = function.__code__, _known.get(function)
     if known is None or known.code is not code:  # a notebook that reloads code gives a function another
         codes = [] if is_installed(code.co_filename) else list(_codes_in(code))
-        every = frozenset(name for c in codes for name in c.co_names)
+        every = frozenset(name for c in codes for name in (*_names_read(c), *_names_in_text(c)))
         known = _known[function] = _Names(code, every, frozenset(g for c in codes for g in _globals_in(c)))
     return known
+
+
+def _names_read(code: CodeType) -> Iterator[str]:
+    """The names that code loads, of globals and of attributes; what it only stores is not read."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("LOAD_") and instruction.argval in code.co_names:
+            yield instruction.argval
+
+
+def _names_in_text(code: CodeType) -> list[str]:
+    """The names that code may look up as constants: `getattr(settings, "scale")`."""
+    if _BY_TEXT.isdisjoint(code.co_names):
+        return []
+    return [c for c in code.co_consts if isinstance(c, str) and c.isidentifier()]
+
+
+_BY_TEXT = frozenset(
+    {"getattr", "hasattr", "vars", "attrgetter", "methodcaller", "__dict__", "get_parameter", "get_buffer"}
+)
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:

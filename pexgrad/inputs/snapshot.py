@@ -11,17 +11,26 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .reads import names_in_code, names_in_forward, of_class, of_function, of_object
+from .reads import (
+    attribute_names,
+    is_users,
+    names_in_code,
+    names_in_forward,
+    of_class,
+    of_function,
+    of_object,
+)
 
 # how many references were found before a tensor's holder; the attribute, key or index in it
 Place = tuple[int, Any]
-Names = Callable[[], frozenset[str]]  # in the code that may read what is noted
+Names = Callable[[Any], frozenset[str]]  # in the code that may read an object
 
 
 class Snapshot(NamedTuple):
@@ -108,16 +117,17 @@ def _version(t: Tensor) -> int | None:
 
 # attributes that every module has: what is in them is walked through by itself
 MACHINERY = frozenset(vars(nn.Module())) - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # what nothing can be changed inside of, or nothing that is looked for
 _ATOMS = frozenset({
-    int, float, complex, bool, str, bytes, type(None), BuiltinFunctionType, ModuleType,
+    int, float, complex, bool, str, bytes, type(None), BuiltinFunctionType,
     torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout,
 })  # fmt: skip
 _CODE = frozenset({FunctionType, MethodType, type})
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _END = object()
 _FEW = 64  # numbers that are looked at
+_MOST = 1 << 16  # values that are remembered
 _MANY = 1000  # items of a container that is compared as a whole: it is data, and no setting
 
 
@@ -133,9 +143,13 @@ def snapshot(model: Callable[..., Any]) -> Snapshot:
 
 
 def held_by(value: Any) -> list[Any]:
-    """An object that a call is given beside tensors, and what is in it."""
+    """An object that a call is given beside tensors, and what is in it, at any depth of objects of the user's classes."""
     found = Snapshot({}, {}, [], {})
-    _note([("", value)], found, set())
+
+    def names(held: Any) -> frozenset[str]:
+        return attribute_names(held) if held is value or is_users(type(held)) else frozenset()
+
+    _note([("", value)], found, set(), names)
     return [*found.references, *found.loose.values()]
 
 
@@ -143,17 +157,35 @@ def _note_modules(root: nn.Module, found: Snapshot, seen: set[int], *, named: bo
     """Note a module and those in it; parameters and buffers by name, or as loose tensors."""
     modules: list[nn.Module] = []
     _collect(root, "", modules, found, seen, named=named)
+    every: list[frozenset[str]] = []
+
+    def names(_: Any) -> frozenset[str]:  # one module may hold what another is given
+        if not every:
+            every.append(_names_in(modules))
+        return every[0]
+
     for m in modules:
         held = vars(m)
-        found.references.append(m)
-        names = functools.partial(names_in_forward, type(m))
+        found.references.extend((m, type(m)))
         _note([(k, v) for k, v in held.items() if k not in MACHINERY], found, seen, names)
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             if held.get(hooks):
-                _note(enumerate(held[hooks].values()), found, seen)
+                _note(enumerate(held[hooks].values()), found, seen, names)
         if id(kind := type(m)) not in seen:
             seen.add(id(kind))
-            _note(of_class(kind), found, seen)
+            _note(of_class(kind), found, seen, names)
+
+
+def _names_in(modules: list[nn.Module]) -> frozenset[str]:
+    """The names in all code of modules: their forwards, functions that they hold, hooks."""
+    held = [
+        f
+        for m in modules
+        for of in (vars(m), *(vars(m)[h] for h in HOOKS if vars(m).get(h)))
+        for f in of.values()
+    ]
+    code = [f for f in held if isinstance(f, FunctionType | MethodType)]
+    return frozenset[str]().union(*map(names_in_forward, set(map(type, modules))), *map(names_in_code, code))
 
 
 def _collect(
@@ -176,8 +208,28 @@ def _collect(
             _collect(child, f"{prefix}{name}.", modules, found, seen, named=named)
 
 
+_ones: dict[Any, Any] = {}
+
+
+def _one(value: Any) -> Any:
+    """One object for all equal numbers and strings: 0.1 that has been computed anew is another object, and no change."""
+    kind = type(value)
+    if kind not in (float, int, str, bytes, complex):
+        return value
+    if len(_ones) > _MOST:  # a coefficient that is another at every step
+        _ones.clear()
+    exact = (
+        value.hex() if kind is float else repr(value) if kind is complex else value
+    )  # -0.0 == 0.0, and nan != nan
+    return _ones.setdefault((kind, exact), value)
+
+
+def _no_names(_: Any) -> frozenset[str]:
+    return frozenset()
+
+
 def _note(
-    items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int], names: Names = frozenset
+    items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int], names: Names = _no_names
 ) -> None:
     """Note what is held or read, and what containers, settings, modules and code among it hold and read in turn.
 
@@ -191,7 +243,7 @@ def _note(
             value = value()
             kind = type(value)
         if kind in _ATOMS:
-            found.references.append(value)
+            found.references.append(_one(value))
         elif isinstance(value, Tensor):
             found.loose[here, key] = value
         elif id(value) in seen:
@@ -199,10 +251,12 @@ def _note(
         elif isinstance(value, nn.Module):
             _note_modules(value, found, seen, named=False)
         elif (inside := _inside(value)) is None:
-            found.references.append(value)
-            if own := names():
+            found.references.extend((value, kind))
+            own = names(value)
+            if own or is_users(kind):
                 seen.add(id(value))
-                _note(_attributes(value, own), found, seen, names)
+                held, further = _attributes(value, own)
+                _note(held, found, seen, functools.partial(_either, names, further))
         else:
             seen.add(id(value))
             if kind is FunctionType:
@@ -210,7 +264,10 @@ def _note(
             anew = isinstance(value, (*_CONTAINERS, MethodType))  # may be another object for the same thing
             found.references.append(kind if anew else value)
             is_code = kind in (FunctionType, MethodType)
-            _note(inside, found, seen, functools.partial(names_in_code, value) if is_code else names)
+            if kind is FunctionType and vars(value):  # attributes of a function
+                own = names(value) | names_in_code(value)
+                inside = [*inside, *((k, v) for k, v in vars(value).items() if k in own)]
+            _note(inside, found, seen, functools.partial(_in_code, value) if is_code else names)
             found.references.append(_END)
 
 
@@ -223,11 +280,19 @@ def _inside(value: Any) -> list[tuple[Any, Any]] | None:
         return None
 
 
-def _attributes(value: Any, names: frozenset[str]) -> list[tuple[Any, Any]]:
+def _attributes(value: Any, names: frozenset[str]) -> tuple[list[tuple[Any, Any]], frozenset[str]]:
     try:
         return of_object(value, names)
     except Exception:  # noqa: BLE001 - as above
-        return []
+        return [], frozenset()
+
+
+def _in_code(function: FunctionType | MethodType, _: Any) -> frozenset[str]:
+    return names_in_code(function)
+
+
+def _either(names: Names, further: frozenset[str], value: Any) -> frozenset[str]:
+    return names(value) | further
 
 
 def _look_inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
@@ -238,6 +303,10 @@ def _look_inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
         return of_class(value)
     if isinstance(value, functools.partial):
         return [("", value.func), *enumerate(value.args), *value.keywords.items()]
+    if kind is ModuleType:
+        return None
+    if isinstance(value, ContextVar):
+        return [("", value.get(None))]
     if isinstance(value, (Mapping, *_CONTAINERS)) and len(value) > _MANY:
         return None
     if isinstance(value, Mapping):
@@ -247,18 +316,23 @@ def _look_inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
     return vars(value).items() if _is_settings(value) else None
 
 
-def _is_settings(value: Any, depth: int = 4) -> bool:
-    """Whether an object is made of plain values: a configuration, and not a part of the program."""
-    if type(value) in _ATOMS or type(value) in _CODE or isinstance(value, type):
-        return True
-    if not depth or isinstance(value, Tensor | nn.Module):
-        return False
-    if isinstance(value, Mapping):
-        parts: Iterable[Any] = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        parts = value
-    elif hasattr(value, "__dict__"):
-        parts = vars(value).values()
-    else:
-        return False
-    return all(_is_settings(v, depth - 1) for v in parts)
+def _is_settings(value: Any) -> bool:
+    """Whether an object is made of plain values, and not of many: a configuration, and not a part of the program."""
+    left, looked_at = [(value, 4)], 0
+    while left:
+        held, depth = left.pop()
+        looked_at += 1
+        if type(held) in _ATOMS or type(held) in _CODE or isinstance(held, type | ModuleType):
+            continue
+        if not depth or looked_at > _MANY or isinstance(held, Tensor | nn.Module):
+            return False
+        if isinstance(held, Mapping | list | tuple | set | frozenset):
+            if len(held) > _MANY:
+                return False
+            parts: Iterable[Any] = held.values() if isinstance(held, Mapping) else held
+        elif hasattr(held, "__dict__"):
+            parts = vars(held).values()
+        else:
+            return False
+        left += [(part, depth - 1) for part in parts]
+    return True

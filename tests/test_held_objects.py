@@ -1,0 +1,272 @@
+"""What objects hold that a model holds, or is given: it may change between calls, wherever the code that reads it stands."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import types
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from oracle import assert_rows_equal, rows_of
+from torch.overrides import TorchFunctionMode
+
+import pexgrad
+
+pytestmark = pytest.mark.usefixtures("double")
+
+LEVEL = contextvars.ContextVar("LEVEL", default=1.0)
+OUTSIDE = types.ModuleType("outside")
+OUTSIDE.inner = types.ModuleType("inner")
+PARTS = types.ModuleType("parts")
+
+
+class Scale:
+    """Read through the syntax of Python alone, and no part of the settings, since it holds a tensor."""
+
+    def __init__(self):
+        self.k, self.table, self.steps = 1.0, torch.ones(3), 0
+        self.inner = types.SimpleNamespace(k=1.0, table=torch.ones(3))
+
+    def __call__(self, h):
+        return h * self.k * self.table
+
+    def __getitem__(self, i):
+        return self.table[i] * self.k
+
+    def __len__(self):
+        return int(self.k)
+
+    def __float__(self):
+        return self.k
+
+    def __iter__(self):
+        return iter([self.k])
+
+    def __mul__(self, h):
+        return self.k * h
+
+    def __enter__(self):
+        return self.k
+
+    def __exit__(self, *_):
+        pass
+
+    def __bool__(self):
+        return self.k == 1.0
+
+    def __contains__(self, k):
+        return k == self.k
+
+    @functools.cached_property
+    def cached(self):
+        return self.k
+
+    @classmethod
+    def of(cls, scale):
+        return scale.k
+
+    def through_inner(self):
+        return self.inner.k
+
+    def count(self):
+        self.steps += 1
+
+
+def entered(scale, h):
+    with scale as k:
+        return h * k
+
+
+def helped(model, h):
+    return h * model.scale.k
+
+
+def level(h):
+    return h * level.k
+
+
+class Helper:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def run(self, h):
+        return h * self.scale.k
+
+
+def change_of_k(model):
+    model.scale.k = 3.0
+
+
+def change_of_inner(model):
+    model.scale.inner.k = 3.0
+
+
+READS = {
+    "call": lambda m, h: m.scale(h),
+    "item": lambda m, h: h * m.scale[2],
+    "len": lambda m, h: h * len(m.scale),
+    "float": lambda m, h: h * float(m.scale),
+    "iterator": lambda m, h: h * next(iter(m.scale)),
+    "operator": lambda m, h: m.scale * h,
+    "with": lambda m, h: entered(m.scale, h),
+    "bool": lambda m, h: h if m.scale else -2 * h,
+    "in": lambda m, h: h if 1.0 in m.scale else -2 * h,
+    "class method": lambda m, h: h * Scale.of(m.scale),
+    "helper": helped,
+    "another object": lambda m, h: Helper(m.scale).run(h),
+    "text": lambda m, h: h * getattr(m.scale, "k"),  # noqa: B009
+}  # fmt: skip
+
+
+class Reading(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.lin, self.scale, self.read = nn.Linear(4, 3), Scale(), read
+        self.act, self.outside = nn.Tanh(), OUTSIDE.inner
+
+    def forward(self, x):
+        return self.act(self.read(self, self.lin(x)))
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    monkeypatch.setattr(OUTSIDE.inner, "k", 1.0, raising=False)
+    level.k = 1.0
+
+
+@pytest.mark.parametrize("read", READS)
+def test_by_the_code_of_an_object(read):
+    assert_noticed(Reading(READS[read]), change_of_k)
+
+
+OTHERS = {
+    "an object in an object": (lambda m, h: h * m.scale.through_inner(), change_of_inner),
+    "a module in a package": (lambda m, h: h * OUTSIDE.inner.k, lambda m: setattr(OUTSIDE.inner, "k", 3.0)),
+    "a module of settings": (lambda m, h: h * m.outside.k, lambda m: setattr(OUTSIDE.inner, "k", 3.0)),
+    "an attribute of a function": (lambda m, h: level(h), lambda m: setattr(level, "k", 3.0)),
+    "a context variable": (lambda m, h: h * LEVEL.get(), lambda m: LEVEL.set(3.0)),
+    "another class": (lambda m, h: h, lambda m: setattr(m.act, "__class__", nn.Sigmoid)),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_elsewhere(kind):
+    read, change = OTHERS[kind]
+    context = contextvars.copy_context()
+    context.run(lambda: assert_noticed(Reading(read), change))
+
+
+def assert_noticed(model, change):
+    x, y = torch.randn(5, 4), torch.arange(5) % 3
+    fn, params = pexgrad.per_example_grad(model), dict(model.named_parameters())
+    before = fn(params, x, y)
+    assert_rows_equal(before, rows_of(model, F.cross_entropy, x, y))
+    model.scale.count()  # which no forward reads
+    fn(params, x, y)
+    assert fn.trace_count == 1
+    change(model)
+    after = fn(params, x, y)
+    assert_rows_equal(after, rows_of(model, F.cross_entropy, x, y))
+    assert not torch.allclose(after["lin.weight"], before["lin.weight"]), "the change changes the gradient"
+
+
+def test_an_object_that_is_a_hook():
+    class Hook:
+        def __init__(self):
+            self.k, self.table = 1.0, torch.ones(3)
+
+        def __call__(self, module, given, h):
+            return h * self.k
+
+    model, hook = Reading(lambda m, h: h), Hook()
+    model.lin.register_forward_hook(hook)
+    assert_noticed(model, lambda _: setattr(hook, "k", 3.0))
+
+
+@pytest.mark.parametrize("change", ["k", "table", "table in place"])
+def test_an_object_with_a_tensor_among_the_inputs(change):
+    class Given(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 3)
+
+        def forward(self, x, scale):
+            return self.lin(x) * scale.k * scale.table
+
+    model, x, y, scale = Given(), torch.randn(5, 4), torch.arange(5) % 3, Scale()
+    fn, params = pexgrad.per_example_grad(model), dict(model.named_parameters())
+    fn(params, (x, scale), y)
+    if change == "k":
+        scale.k = 3.0
+    elif change == "table":
+        scale.table = torch.arange(3.0)
+    else:
+        scale.table.mul_(2)
+    want = pexgrad.per_example_grad(model, strategy="naive")(params, (x, scale), y)
+    assert_rows_equal(fn(params, (x, scale), y), want)
+
+
+class Rounded(TorchFunctionMode):
+    """Another arithmetic for linear layers."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            args = ((args[0] * self.steps).round() / self.steps, *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("first", ["inside", "outside"])
+def test_a_mode_of_the_users_is_part_of_the_signature(first):
+    model, x, y = (
+        nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)),
+        torch.randn(5, 4),
+        torch.arange(5) % 3,
+    )
+    fn, params = pexgrad.per_example_grad(model), dict(model.named_parameters())
+    if first == "outside":
+        fn(params, x, y)
+    for steps in (8, 8, 2):
+        with Rounded(steps):
+            assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+    assert fn.trace_count == 2 + (first == "outside"), "equal modes are one"
+    assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+
+
+def test_equal_numbers_are_no_change():
+    model, x, y = Reading(lambda m, h: h * m.k * m.n), torch.randn(5, 4), torch.arange(5) % 3
+    fn = pexgrad.per_example_grad(model)
+    for step in range(4):
+        model.k, model.n = 0.1 * (1 + 0 * step), int(f"{1000}")
+        rows = fn(dict(model.named_parameters()), x, y)
+    assert fn.trace_count == 1
+    model.k = -0.0
+    assert not fn(dict(model.named_parameters()), x, y)["lin.weight"].any()
+    assert fn.trace_count == 2 and rows["lin.weight"].any()
+
+
+def test_data_that_an_object_holds_is_not_gone_through():
+    class Data:
+        def __init__(self):
+            self.items, self.looked_at = Items(range(5000)), 0
+
+    class Items(list):
+        looked_at = 0
+
+        def __iter__(self):
+            Items.looked_at += 1
+            return super().__iter__()
+
+    model, x, y = Reading(lambda m, h: h), torch.randn(5, 4), torch.arange(5) % 3
+    model.data = Data()
+    fn = pexgrad.per_example_grad(model)
+    fn(dict(model.named_parameters()), x, y)
+    before = Items.looked_at
+    fn(dict(model.named_parameters()), x, y)
+    assert Items.looked_at == before
