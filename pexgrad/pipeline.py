@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, fx
 from .base.modes import without_autocast
 from .base.nodes import batch_dims, fold_factor_of, value
 from .base.still import StandStill
-from .errors import LossError, PexgradError
+from .errors import LossError, PexgradError, TraceError
 from .inputs.arguments import Options
 from .inputs.call import Call
 from .inputs.loss import ExampleLosses
@@ -98,7 +99,7 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
     trainable = set(call.trainable)
     traced = rehearsed(model, call, lambda: _trace_serving(model, call))
     held = call.module.contents() if traced.reads_numbers else call.module.places(traced.constants())
-    copied = rewrite(traced, call.params, trainable)
+    copied = rewrite(traced, call)
     sites = find_sites(traced, trainable)
     uses = [plan_site(s, traced.batch) for s in sites]
     windows = {o.node: find_window(traced, o, call.params) for s in sites for o in s.operands}
@@ -116,9 +117,15 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
 
 def _trace_serving(model: Bound, call: Call) -> Trace:
     """A trace that holds at this batch size: the general one, or one through the branches that this size takes."""
-    traced = trace(model, call)
-    # a hint of one would fix what is only true of one
-    for hint in (call.batch,) if call.batch > 1 else (3, 2, call.batch):
+    # tracing at a batch size of one would fix what is only true of one
+    sizes = (call.batch,) if call.batch > 1 else (3, 2, call.batch)
+    try:
+        traced = trace(model, call)
+    except TraceError:
+        with contextlib.suppress(TraceError):  # a buffer for eight examples, say
+            return trace(model, call, hint=sizes[0])
+        raise
+    for hint in sizes:
         if traced.serves(call.batch):
             break
         traced = trace(model, call, hint=hint)

@@ -125,3 +125,25 @@ def test_numbers_drawn_with_python(draw):
         pexgrad.per_example_grad(model)(named(model), x, labels(4, 3))
     rows = pexgrad.per_example_grad(model, strategy="naive")(named(model), x, labels(4, 3))
     assert all(r.isfinite().all() for r in rows.values())
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [lambda: random.Random(0), lambda: np.random.default_rng(0), lambda: np.random.RandomState(0)],
+    ids=["Python", "NumPy", "NumPy of old"],
+)
+@pytest.mark.parametrize("held", ["attribute", "list", "closure"])
+def test_numbers_drawn_from_a_generator_of_the_models_own(generator, held):
+    rng = generator()
+    draw = (lambda g: g.random()) if hasattr(rng, "random") else (lambda g: g.rand())
+    model = Net(lambda s, x: s.lin(x) * draw(rng if held == "closure" else s.rng[0]), lin=linear())
+    model.rng = [] if held == "closure" else [rng]
+    if held == "attribute":
+        model = Net(lambda s, x: s.lin(x) * draw(s.rng), lin=model.lin)
+        model.rng = rng
+    x, y = torch.randn(4, 6), labels(4, 3)
+    with pytest.raises(pexgrad.TraceError, match="draws from Python's or NumPy's"):
+        pexgrad.per_example_grad(model)(named(model), x, y)
+    fn = pexgrad.per_example_grad(model, strategy="naive")
+    first, second = (fn(named(model), x, y)["lin.weight"] for _ in range(2))
+    assert not torch.allclose(first, second), "the next draws"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import threading
+
 import pytest
 import torch
 import torch.nn as nn
@@ -334,3 +338,85 @@ def test_a_tensor_that_the_model_writes_to():
     model.calls = torch.zeros(5)
     with pytest.raises(pexgrad.VerificationError):
         pexgrad.per_example_grad(model)(named(model), torch.randn(3, 4), labels(3))
+
+
+class Cached(nn.Module):
+    """With room for so many examples."""
+
+    def __init__(self, room):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("cache", torch.zeros(room, 4))
+
+    def forward(self, x):
+        self.cache[: x.shape[0]] = self.lin(x)
+        return self.cache[: x.shape[0]] * 2
+
+
+def test_room_for_fewer_examples_than_a_trace_pretends_to_see():
+    model = Cached(8)
+    fn = pexgrad.per_example_grad(model)
+    for b in (5, 3, 8, 1):
+        x, y = torch.randn(b, 4), labels(b, 4)
+        assert_rows_equal(fn(named(model), x, y), rows_of(copy.deepcopy(model), F.cross_entropy, x, y))
+    assert fn.trace_count == 1
+    assert not model.cache.any()
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return torch.cond(torch.tensor(True), self.lin, lambda v: -self.lin(v), (x,))
+
+
+def test_operations_of_higher_order():
+    model, x, y = Branch(), torch.randn(5, 4), labels(5, 3)
+    with pytest.raises(pexgrad.TraceError):
+        pexgrad.per_example_grad(model)(named(model), x, y)
+    naive = pexgrad.per_example_grad(model, strategy="naive")(named(model), x, y)
+    assert_rows_equal(naive, rows_of(model, F.cross_entropy, x, y))
+
+
+def test_modules_moved_in_another_thread():
+    """While one is traced, in which `to` means something else."""
+    moved, started, done = [], threading.Event(), threading.Event()
+
+    def move():
+        started.wait()
+        moved.append(nn.Linear(2, 2).to(torch.float16))
+        done.set()
+
+    def forward(s, x):
+        started.set()
+        assert done.wait(60)
+        return s.lin(x)
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    model = Net(forward, lin=nn.Linear(4, 3))
+    check(pexgrad.per_example_grad(model), model, torch.randn(5, 4), labels(5, 3))
+    thread.join()
+    assert all(isinstance(p, nn.Parameter) and p.dtype == torch.float16 for p in moved[0].parameters())
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+    def __post_init__(self):
+        self.scale, self.mask = 2.0, self.x > 0
+
+
+@pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
+def test_a_dataclass_with_more_than_its_fields(strategy):
+    model, x, y = (
+        Net(lambda s, b: s.lin(b.x * b.mask) * b.scale, lin=nn.Linear(4, 3)),
+        torch.randn(5, 4),
+        labels(5, 3),
+    )
+    plain = Net(lambda s, x: s.lin(x.relu()) * 2, lin=model.lin)
+    rows = pexgrad.per_example_grad(model, strategy=strategy)(named(model), Batch(x), y)
+    assert_rows_equal(rows, rows_of(plain, F.cross_entropy, x, y))

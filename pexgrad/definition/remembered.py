@@ -19,7 +19,7 @@ from ..base.still import StandStill
 from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.reads import names_in, of_class, of_function
-from ..inputs.rebind import Bound, rebind, shared
+from ..inputs.rebind import Bound, rebind, shared, uncached
 from ..inputs.snapshot import MACHINERY, snapshot
 
 
@@ -47,7 +47,7 @@ def _filled(model: nn.Module, call: Call) -> Iterator[str]:
     copied = rebind(model, params | buffers)
     args, kwargs = trees.as_call(trees.map_tensors(torch.clone, call.examples(0, 1).x))
     before = {id(t) for t in _attached(copied)}
-    with StandStill(), torch.enable_grad():
+    with StandStill(), torch.enable_grad(), uncached():
         copied(*args, **kwargs)
     for module in copied.modules():
         for name, held in vars(module).items():

@@ -16,23 +16,38 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..base import trees
 from ..errors import InputError, TraceError
+from .generators import is_generator
+from .reads import is_users, reaches
+from .rewire import rewire
+from .snapshot import MACHINERY
 
 
-def shared(value: Any, depth: int = 3) -> Iterator[Tensor | torch.Generator]:
-    """In plain attributes: generators, which go on, and tensors: caches, constants, what old-style weight norm leaves behind."""
-    if isinstance(value, Tensor | torch.Generator):
+def shared(value: Any, depth: int = 3) -> Iterator[Any]:
+    """In plain attributes: generators, which go on, and tensors: caches, constants, what old-style weight norm leaves behind.
+
+    And those of a module that is none of the model's, a teacher in a list say.
+    """
+    if isinstance(value, Tensor | torch.Generator) or is_generator(value):
         yield value
+    elif isinstance(value, nn.Module):
+        # in training its buffers are written to: they are copied
+        yield from value.parameters() if value.training else named_tensors(value).values()
     elif depth and isinstance(value, Mapping | list | tuple | set):
         inside: list[Any] = []
         with contextlib.suppress(Exception):  # a class of the user's may refuse to be gone through
             inside = list(value.values() if isinstance(value, Mapping) else value)
         for v in inside:
             yield from shared(v, depth - 1)
+    elif depth and is_users(type(value)):
+        for v in getattr(value, "__dict__", {}).values():
+            if isinstance(v, nn.Module):
+                yield from shared(v)
 
 
 def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -42,15 +57,17 @@ def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         return rebind(model.module, {k.removeprefix("module."): t for k, t in tensors.items()})
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for v in shared(vars(module)):
+        for v in shared({k: v for k, v in vars(module).items() if k not in MACHINERY}):
             memo[id(v)] = v
     for name, t in named_tensors(model).items():
         memo[id(t)] = tensors.get(name, t)
     try:
         try:
-            return copy.deepcopy(model, dict(memo))
+            copied = copy.deepcopy(model, made := dict(memo))
         except Exception:  # noqa: BLE001 - a lock, a generator, a handle: whatever cannot be copied is shared
-            return copy.deepcopy(model, memo | _uncopyable(model, memo))
+            copied = copy.deepcopy(model, made := memo | _uncopyable(model, memo))
+        rewire(copied, made)
+        return copied
     except Exception as e:
         raise TraceError(
             f"{type(model).__name__} cannot be copied structurally: {type(e).__name__}: {e}; "
@@ -126,12 +143,33 @@ class Bound:
         if self.writes_to_parameters():
             params = {k: p.clone() for k, p in params.items()}
         args, kwargs = trees.as_call(trees.map_tensors(torch.clone, x))
-        return self.fresh(params)(*args, **kwargs)
+        with uncached():
+            return self.fresh(params)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Without the weights that `parametrize.cached()` keeps: it takes those of a module's copies for the module's own."""
+    before = parametrize._cache
+    if not parametrize._cache_enabled:
+        yield
+        return
+    parametrize._cache = {}
+    try:
+        yield
+    finally:  # another thread may have been the last to need them
+        parametrize._cache = before if parametrize._cache_enabled else {}
 
 
 def _captures(model: nn.Module) -> bool:
-    """Whether code of the module reaches tensors or modules through a closure, which no copy of the module changes."""
+    """Whether code of the module reaches its tensors or modules where no copy of the module changes it.
+
+    Through a global, or through the closure of a compiled function.
+    """
+    own = {id(v) for v in (*model.modules(), *named_tensors(model).values())}
     for m in model.modules():
+        if reaches(type(m), [v for k, v in vars(m).items() if k not in MACHINERY], own):
+            return True
         for f in (*vars(m).values(), type(m).forward):
             for cell in getattr(_innermost(f), "__closure__", None) or ():
                 with contextlib.suppress(ValueError):  # an empty cell

@@ -30,6 +30,7 @@ from ..base.nodes import (
     where,
     written_memory,
 )
+from ..inputs.call import Call
 from ..tracing.opaque import settle_hooks
 from ..tracing.trace import FROM_GRAPH, Trace, Untraced
 from .flow import Flow, State, analyse
@@ -37,13 +38,13 @@ from .flow import Flow, State, analyse
 aten = torch.ops.aten
 
 
-def rewrite(trace: Trace, params: dict[str, Tensor], trainable: set[str]) -> list[bool]:
+def rewrite(trace: Trace, call: Call) -> list[bool]:
     """Rewrite `trace.graph` in place; says of each of its outputs whether it has become a copy for each example."""
     trace.graph.eliminate_dead_code()
     settle_hooks(trace.graph)
-    _adopt_parameters(trace, params)
+    _adopt_parameters(trace, call)
     _protect(trace)
-    flow = analyse(trace, trainable)
+    flow = analyse(trace, set(call.trainable))
     for node in list(trace.graph.nodes):
         if parameter_operands(node, flow) and not _expand_operands(node, flow, trace):
             _make_functional(node, trace)
@@ -65,14 +66,19 @@ def parameter_operands(node: fx.Node, flow: Flow) -> list[fx.Node]:
     ]
 
 
-def _adopt_parameters(trace: Trace, params: dict[str, Tensor]) -> None:
-    names = {id(p): k for k, p in params.items()}
+def _adopt_parameters(trace: Trace, call: Call) -> None:
+    """Let a tensor that the code has reached past its arguments, through a global say, be the parameter or buffer of the call."""
+    own = call.module
+    placeholders = [n for n in trace.graph.nodes if n.op == "placeholder"]
+    buffers = dict(
+        zip(own.buffers, placeholders[len(trace.params) :], strict=False)
+    )  # the inputs come behind them
+    nodes = trace.params | buffers
+    places = {id(t): nodes[k] for held in (call.params, own.parameters, own.buffers) for k, t in held.items()}
     for node in list(trace.graph.nodes):
-        if node.op == "get_attr":
-            name = names.get(id(getattr(trace.root, node.target, None)))
-            if name is not None:
-                node.replace_all_uses_with(trace.params[name])
-                trace.graph.erase_node(node)
+        if node.op == "get_attr" and (place := places.get(id(getattr(trace.root, node.target, None)))):
+            node.replace_all_uses_with(place)
+            trace.graph.erase_node(node)
 
 
 def _protect(trace: Trace) -> None:

@@ -8,8 +8,6 @@ numbers: a graph draws from torch's generators on and on, whatever seeds or draw
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,17 +21,19 @@ from ..base.fakes import TRACING
 from ..base.still import StandStill
 from ..errors import ANY_MODEL, TraceError
 from ..inputs.call import Call
+from ..inputs.generators import states
 from ..inputs.rebind import Bound
 from .trace import Trace
 
 
 def rehearsed(model: Bound, call: Call, tracing: Callable[[], Trace]) -> Trace:
     """What `tracing()` gives, or an error where a graph would draw other random numbers than the model does."""
-    before = _states()
+    held = call.module.references
+    before = states(held)
     with TRACING, _seeding_refused():
         traced = _with_known_generators(_rehearse(model, call), tracing)
     # another thread may have drawn some
-    if _states() != before and all(_draws_with_python(model, call) for _ in range(2)):
+    if states(held) != before and all(_draws_with_python(model, call) for _ in range(2)):
         raise TraceError(
             "the model draws from Python's or NumPy's random numbers, of which a graph would keep one draw for ever; draw with "
             f"torch and choose with torch.where, or {ANY_MODEL}"
@@ -115,15 +115,6 @@ def _refuse_seeding() -> None:
 
 
 def _draws_with_python(model: Bound, call: Call) -> bool:
-    before = _states()
+    before = states(call.module.references)
     _rehearse(model, call)
-    return _states() != before
-
-
-def _states() -> tuple[Any, ...]:
-    """Of Python's random numbers, and of NumPy's where it is in use."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    kind, words, *rest = numpy.random.get_state()
-    return random.getstate(), kind, words.tobytes(), *rest
+    return states(call.module.references) != before

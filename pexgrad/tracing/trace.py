@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -42,7 +43,7 @@ from ..base.numerics import is_half
 from ..base.source import calling_line, is_library
 from ..errors import ANY_MODEL, PexgradError, TraceError, first_line
 from ..inputs.call import Call
-from ..inputs.rebind import Bound
+from ..inputs.rebind import Bound, uncached
 from .decompositions import DECOMPOSITIONS
 from .disguise import disguised
 from .numbers import noting_numbers
@@ -163,7 +164,7 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
         b = {k: next(left) for k in buffers}
         args, kwargs = trees.unflatten([next(left) if isinstance(v, Tensor) else v for v in leaves], spec)
         forward = model.at(p, b)
-        with _module_paths(forward):
+        with _module_paths(forward), uncached():
             out = forward(*args, **kwargs)
         out_leaves, seen["spec"] = trees.flatten(out)
         seen["leaves"] = [_stand_in(v) for v in out_leaves]
@@ -235,7 +236,7 @@ def _tracing(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
         answering(reader, running),
         torch.backends.opt_einsum.flags(enabled=False),  # its search for a path fixes every size
         symbolic_len(),
-        mock.patch.object(nn.Module, "_apply", _apply),
+        mock.patch.object(nn.Module, "_apply", _in_this_thread(_apply, nn.Module._apply)),
         mock.patch.object(nn.TransformerEncoder, "forward", _without_nesting(nn.TransformerEncoder.forward)),
         noting_numbers(reader.numbers),
         mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _no_metadata),
@@ -284,6 +285,15 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
         for held in (m._parameters, m._buffers):
             held.update({k: fn(t) for k, t in held.items() if t is not None})  # type: ignore[misc]
     return module
+
+
+def _in_this_thread(patched: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    here = threading.get_ident()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (patched if threading.get_ident() == here else real)(*args, **kwargs)
+
+    return run
 
 
 def _without_nesting(forward: Callable[..., Any]) -> Callable[..., Any]:

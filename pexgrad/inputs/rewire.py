@@ -1,0 +1,102 @@
+"""Functions that a copied module holds, around what there is a copy of.
+
+`copy.deepcopy` takes functions as they are: a hook that keeps an activation in `self.kept`, a forward behind a decorator, a
+list of layers in a closure would go on with the module that was copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from .reads import functions_of_class
+from .snapshot import HOOKS, MACHINERY
+
+Memo = dict[int, Any]  # that of `copy.deepcopy`: the identity of what has been copied -> its copy
+
+_CODE = (FunctionType, MethodType, functools.partial)
+_CONTAINERS = (dict, list, tuple, set)
+
+
+def rewire(copied: nn.Module, memo: Memo) -> None:
+    """Let the functions in a copy find the copies of what they found in their closures and defaults."""
+    for module in copied.modules():
+        for held in _holders(module):
+            for key, f in list(held.items()):
+                if isinstance(f, _CODE) and (new := _renewed(f, memo)) is not f:
+                    held[key] = new
+        for name, f in functions_of_class(type(module)):
+            if name not in vars(module) and (new := _renewed(f, memo)) is not f:
+                vars(module)[name] = MethodType(new, module)
+
+
+def _holders(module: nn.Module) -> Iterator[dict[Any, Any]]:
+    held = vars(module)
+    if any(isinstance(v, _CODE) for k, v in held.items() if k not in MACHINERY):
+        yield held
+    yield from (held[hooks] for hooks in HOOKS if held.get(hooks))
+
+
+def _renewed(value: Any, memo: Memo) -> Any:
+    """What stands in a copy for a value; the value itself where that is nothing else."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, FunctionType):
+        return _rebuilt(value, memo)
+    if isinstance(value, MethodType):
+        return _put_together(MethodType, (value.__func__, value.__self__), memo) or value
+    if isinstance(value, functools.partial):
+        make = functools.partial(_partial, len(value.args), tuple(value.keywords))
+        return _put_together(make, (value.func, *value.args, *value.keywords.values()), memo) or value
+    if isinstance(value, _CONTAINERS) and _holds_copied(value, memo):
+        return copy.deepcopy(value, memo)
+    return value
+
+
+def _put_together(make: Any, parts: tuple[Any, ...], memo: Memo) -> Any:
+    new = [_renewed(part, memo) for part in parts]
+    return make(*new) if any(a is not b for a, b in zip(new, parts, strict=True)) else None
+
+
+def _partial(n: int, names: tuple[str, ...], func: Any, *values: Any) -> Any:
+    return functools.partial(func, *values[:n], **dict(zip(names, values[n:], strict=True)))
+
+
+def _holds_copied(value: Any, memo: Memo, depth: int = 3) -> bool:
+    if memo.get(id(value), value) is not value:
+        return True
+    if not depth or not isinstance(value, _CONTAINERS):
+        return False
+    return any(
+        _holds_copied(v, memo, depth - 1) for v in (value.values() if isinstance(value, dict) else value)
+    )
+
+
+def _rebuilt(f: FunctionType, memo: Memo) -> FunctionType:
+    cells, defaults = f.__closure__ or (), (f.__defaults__ or (), f.__kwdefaults__ or {})
+    # a compiled function is traced as the one that it was made of
+    if f.__module__.startswith("torch._dynamo") or not (cells or any(defaults)):
+        return f
+    closure = tuple(CellType() for _ in cells)
+    new = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, closure)
+    memo[id(f)] = new  # it may find itself there
+    changed = False
+    for cell, own in zip(cells, closure, strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            own.cell_contents = _renewed(cell.cell_contents, memo)
+            changed |= own.cell_contents is not cell.cell_contents and own.cell_contents is not new
+    new.__defaults__ = tuple(_renewed(v, memo) for v in defaults[0]) or None
+    new.__kwdefaults__ = {k: _renewed(v, memo) for k, v in defaults[1].items()} or None
+    changed |= any(a is not b for a, b in zip(new.__defaults__ or (), defaults[0], strict=True))
+    changed |= any(
+        a is not b for a, b in zip((new.__kwdefaults__ or {}).values(), defaults[1].values(), strict=True)
+    )
+    vars(new).update(vars(f))
+    memo[id(f)] = new if changed else f
+    return memo[id(f)]
