@@ -433,3 +433,30 @@ def test_a_loss_that_squeezes(loss, first):
     for b in (1, 5, 8) if graph.meta["batch"] == "any" else (5,):
         x, y = torch.randn(b, 4), torch.randn(b)
         assert_rows_equal(graph(params, x, y), rows_of(model, loss, x, y))
+
+
+def halved(o, y):
+    return ((o - y.div_(2)) ** 2).sum(1)
+
+
+def shifted(o, y):
+    y[:, 1:] = y[:, :-1].clone()
+    return ((o - y) ** 2).sum(1)
+
+
+def counted_from_one(o, y):
+    return F.cross_entropy(o, y.sub_(1), reduction="none")
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
+@pytest.mark.parametrize("loss", [halved, shifted, counted_from_one])
+def test_a_loss_that_writes_into_its_targets(loss, strategy, single):
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    of = (lambda o, y: loss(o, y).mean()) if single else loss
+    y = torch.tensor([1, 2, 3, 3, 2]) if loss is counted_from_one else torch.randn(5, 3)
+    want = rows_of(model, lambda o, y: of(o, y.clone()), x, y)
+    fn, kept = pexgrad.per_example_grad(model, of, strategy=strategy), y.clone()
+    for _ in range(2):
+        assert_rows_equal(fn(dict(model.named_parameters()), x, y), want)
+        assert torch.equal(y, kept)

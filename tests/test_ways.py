@@ -320,3 +320,48 @@ def test_a_flat_graph_of_a_loss_that_asks_for_the_number_of_examples():
     for b in (5, 1, 8):
         x, y = batch(b)
         assert_rows_equal(graph(params, x, y), rows_of(model, loss, x, y))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda o, y: float(o.detach().abs().max()) > 5,
+        lambda o, y: (o.detach().abs() > 5).any(),
+        lambda o, y: y.max().item() > 2,
+        lambda o, y: max(y.tolist()) > 2,
+        lambda o, y: not torch.equal(y.clamp(max=2), y),
+    ],
+    ids=["output", "condition", "targets", "list", "comparison"],
+)
+def test_a_number_read_from_the_batch(read):
+    """It may be another for each example, at sizes of batches that are known by then too."""
+    model, x, y = nn.Linear(3, 4), torch.randn(6, 3), torch.zeros(6, dtype=torch.long)
+
+    def loss(o, y):
+        return apart(o, y) * (2 if read(o, y) else 1)
+
+    fn = pexgrad.per_example_grad(model, loss)
+    for large in (False, False, True, False):
+        inputs, targets = x.clone(), y.clone()
+        if large:
+            inputs[2], targets[2] = 100, 3
+            with pytest.raises(pexgrad.MixedExamplesError, match="of a batch"):
+                fn(dict(model.named_parameters()), inputs, targets)
+            inputs, targets = inputs[2:3].repeat(6, 1), targets[2:3].repeat(6)  # for which it is the same
+        rows = fn(dict(model.named_parameters()), inputs, targets)
+        assert_rows_equal(rows, rows_of(model, loss, inputs, targets))
+
+
+def test_a_number_read_from_a_constant_is_one_for_all():
+    calls, weight = [], torch.tensor([1.0, 2.0])
+    model, (x, y) = nn.Linear(3, 4), batch(6)
+
+    def loss(o, y):
+        calls.append(len(o))
+        return apart(o, y) * weight.sum().item()
+
+    fn = pexgrad.per_example_grad(model, loss)
+    fn(dict(model.named_parameters()), x, y)
+    calls.clear()
+    assert_rows_equal(fn(dict(model.named_parameters()), x, y), rows_of(model, loss, x, y))
+    assert calls[:1] == [6], "called for the batch"

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..base import trees
 from ..base.history import read_from
 from ..errors import LossError
 from ..inputs.call import Call
@@ -22,8 +21,7 @@ from ..operator.jacobian import Jacobian
 
 def _example_loss(model: Bound, losses: ExampleLosses, one: Call) -> Tensor:
     output = model.run(one.params, one.x)
-    y = trees.map_tensors(torch.clone, one.y)  # the loss may write to it
-    return losses.of_each(lambda _: (output, y), 1)[0]
+    return losses.of_each(lambda _: (output, one.y), 1)[0]
 
 
 def _refuse_other_ways(loss: Tensor, at: Call) -> None:

@@ -42,10 +42,9 @@ class ExampleLosses:
         It is called, here and in `of_batch`, in the mode `calls`.
         """
         try:
-            with calls:
-                value = self.loss(output, y)
+            value = self._value(output, y, calls)
         except Exception:  # noqa: BLE001 - it may be written for one example; then this raises the user's error
-            self.loss(*examples(0))
+            self._value(*examples(0))
             return None
         self._check_tensor(value)
         return self._of_examples(value, batch) if value.dim() else None
@@ -86,6 +85,7 @@ class ExampleLosses:
         Raises:
             NotPerExample: where the loss does anything else.
         """
+        y = _copied(y)
         mode = OverExamples(batch, trees.tensors((output, y)), sizes, noting)
         with mode:
             value = self.loss(output, y)
@@ -110,7 +110,7 @@ class ExampleLosses:
     def _rounds_by(self, difference: Tensor, output: Any, y: Any) -> bool:
         """Whether an example's loss changes by so much where its output is rounded otherwise; near zero that is all of it."""
         losses = [
-            self._scalar(self.loss(trees.map_tensors(functools.partial(_rounded, steps=n), output), y))
+            self._scalar(self._value(trees.map_tensors(functools.partial(_rounded, steps=n), output), y))
             for n in (0, 1, -2, 4)
         ]
         by_rounding = torch.stack([loss - losses[0] for loss in losses]).abs().max()
@@ -118,14 +118,19 @@ class ExampleLosses:
 
     def of_batch(self, output: Any, y: Any, batch: int, calls: Mode = _NO_MODE) -> Tensor:
         """(b,): a loss that takes batches, summed over what is not the batch."""
-        with calls:
-            value = self.loss(output, y)
+        value = self._value(output, y, calls)
         self._check_tensor(value)
         return self._of_examples(value, batch)
 
+    def _value(self, output: Any, y: Any, mode: Mode = _NO_MODE) -> Any:
+        """What the user's function gives; it may write into y, of which it gets a copy."""
+        y = _copied(y)
+        with mode:
+            return self.loss(output, y)
+
     def of_each(self, examples: Examples, batch: int) -> Tensor:
         """(b,): the definition, one example after the other."""
-        return torch.stack([self._scalar(self.loss(*examples(b))) for b in range(batch)])
+        return torch.stack([self._scalar(self._value(*examples(b))) for b in range(batch)])
 
     def _of_examples(self, value: Tensor, batch: int) -> Tensor:
         if type(batch) is int and batch == 1:  # of which a loss that squeezes gives a number
@@ -153,6 +158,16 @@ class ExampleLosses:
             raise LossError(
                 f"{_name(self.loss)} returned {value.dtype}; a loss must be real and floating-point"
             )
+
+
+def _copied(y: Any) -> Any:
+    """`y` in memory of its own; a tensor of a class that a copy is not of is itself given."""
+
+    def copied(t: Tensor) -> Tensor:
+        copy = t.clone()
+        return copy if type(copy) is type(t) else t
+
+    return trees.map_tensors(copied, y)
 
 
 def _rounded(t: Tensor, steps: int) -> Tensor:

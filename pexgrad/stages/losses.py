@@ -115,17 +115,20 @@ class Losses:
         if is_recorded(losses):
             return losses
         gone = (form(losses, given), *calls.functions)
-        way = ways.get(gone)
-        if way is None or not way.covers(batch) or not way.together:
+        known = ways.get(gone)
+        way = known or self._new_way(ways, tensors, y)
+        by_numbers = calls.read_numbers and way.graph is None  # which are others in another batch
+        if known is None or by_numbers or not way.covers(batch) or not way.together:
             _refuse_written(tensors, versions)
-        if way is None:
-            graph = _graph(self.loss.of_batch, self.outputs, tensors, y) if ways.graph is not None else None
-            way = Way(graph, together=graph is None or graph.mixing() is None)
-        if ways.get(gone) is None or not way.covers(batch):
+        if known is None or by_numbers or not way.covers(batch):
             many = way.graph is None and batch >= 2 * ways.largest
-            self._compare(tensors, y, batch, _MANY if many else _FEW)
+            self._compare(tensors, y, batch, batch if by_numbers else _MANY if many else _FEW)
             ways.keep(gone, way, batch)
         return losses if way.together else None
+
+    def _new_way(self, ways: Ways, tensors: Sequence[Tensor], y: Any) -> Way:
+        graph = _graph(self.loss.of_batch, self.outputs, tensors, y) if ways.graph is not None else None
+        return Way(graph, together=graph is None or graph.mixing() is None)
 
     def _compare(self, tensors: Sequence[Tensor], y: Any, batch: int, first: int) -> None:
         """Raise where the loss gives one of the first examples another number in this batch than alone."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -19,12 +20,25 @@ from .loss_graph import LossGraph
 Form = tuple[Any, ...]
 
 
+# what takes numbers out of a tensor
+_READS = frozenset({
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
+    Tensor.__complex__, Tensor.__array__, Tensor.is_nonzero, Tensor.equal, Tensor.allclose, torch.is_nonzero, torch.equal,
+    torch.allclose,
+})  # fmt: skip
+
+
 class Calls(TorchFunctionMode):
     """The functions of torch that are called, in turn."""
 
     def __init__(self):
         super().__init__()
         self.functions: list[Any] = []
+
+    @property
+    def read_numbers(self) -> bool:
+        """Whether Python has been given numbers, on which the loss of each example of a batch may depend."""
+        return not _READS.isdisjoint(self.functions)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.functions.append(func)
