@@ -201,8 +201,73 @@ def hooked(p, x):
 
 @pytest.mark.parametrize("model", [lambda p, x: AverageOfGradients.apply(x @ p["w"]), hooked])
 def test_a_gradient_that_depends_on_the_number_of_examples(model):
-    with pytest.raises(pexgrad.VerificationError, match="differs from the definition"):
+    with pytest.raises(pexgrad.MixedExamplesError, match="number of examples"):
         pexgrad.per_example_grad(model, squares)(params(), torch.randn(B, 3))
+
+
+class Floored(torch.autograd.Function):
+    """A scale for the whole batch, of no effect where no number is large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        scale = x.abs().max().clamp(min=1e3)
+        return (x / scale).tanh() * scale
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1e3 / g.norm()).clamp(max=1)
+
+
+class ByExample(torch.autograd.Function):
+    """With a weight, whose gradient is a sum over the batch by right."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        scale = x.abs().amax(1, keepdim=True).clamp(min=1e3)
+        return ((x / scale).round() * 0 + x) @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        g = g * (1e3 / g.norm(dim=1, keepdim=True)).clamp(max=1)
+        return g @ w.T, x.T @ g
+
+
+def clipped_by_a_hook(p, x):
+    h = x @ p["w"]
+    h.register_hook(lambda g: g * (1e3 / g.norm()).clamp(max=1))
+    return h * 1
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda p, x: Floored.apply(x @ p["w"]), lambda p, x: Clipped.apply(x @ p["w"]), clipped_by_a_hook],
+    ids=["forward", "backward", "hook"],
+)
+def test_what_looks_at_the_whole_batch_inside_a_function(model):
+    """It has no effect on these examples, and may have one on others."""
+    x = torch.randn(B, 3)
+    with pytest.raises(pexgrad.MixedExamplesError, match="looks at all examples of the batch at once"):
+        pexgrad.per_example_grad(model, squares)(params(), x)
+    rows = pexgrad.per_example_grad(model, squares, verify=False)(params(), x)
+    assert_rows_equal(rows, pexgrad.per_example_grad(model, squares, strategy="naive")(params(), x))
+
+
+def test_what_looks_at_each_example_inside_a_function():
+    model, x = lambda p, x: ByExample.apply(x, p["w"]), torch.randn(B, 3)
+    want = pexgrad.per_example_grad(model, squares, strategy="naive")(params(), x)
+    assert_rows_equal(pexgrad.per_example_grad(model, squares)(params(), x), want)
 
 
 def test_a_number_where_the_definition_has_none():

@@ -19,6 +19,7 @@ from ..inputs.rebind import Bound
 from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline
 from ..stages.mixing import Mixing, first_mixing
+from ..stages.opaque_mixing import mixing_inside, opaque_nodes
 from .strategies import grad_or_zeros, naive
 
 
@@ -104,6 +105,11 @@ def refuse_mixing(pipeline: Pipeline) -> None:
     found = first_mixing(program.module.graph, trace.inputs, program.outputs, trace.batch)
     if found is not None:
         raise MixedExamplesError(f"the model's output depends on {_what(found)}; {_REMEDY}")
+    for node in opaque_nodes(program.module.graph):
+        if (found := mixing_inside(node, trace.batch)) is not None:
+            raise MixedExamplesError(
+                f"in {where(node)}, forward or backward, what is done to an example depends on {_what(found)}; {_REMEDY}"
+            )
     found = pipeline.losses.mixing()
     if found is not None:
         raise MixedExamplesError(f"the losses depend on {_what(found)}; {_REMEDY}")

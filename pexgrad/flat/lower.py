@@ -46,8 +46,8 @@ from ..errors import TraceError, VerificationError, first_line
 from ..inputs.arguments import Options
 from ..inputs.call import Call
 from ..pipeline import Pipeline
-from ..stages.strides import as_traced, copy_what_is_read_by_strides, strided_from
-from ..stages.tap import gradient_edge, own_memory
+from ..stages.strides import copy_what_is_read_by_strides
+from ..stages.tap import OURS
 from ..tracing.decompositions import BACKWARD
 from ..tracing.numbers import noting_numbers
 from .portable import make_portable, reshape_views, without_checks
@@ -279,12 +279,8 @@ def _refuse_stop_gradients(pipeline: Pipeline) -> None:
             )
 
 
-# of the library's own, in a program
-_OURS = (gradient_edge, own_memory, as_traced, strided_from)
-
-
 def _has_its_own_derivative(node: fx.Node) -> bool:
     """Whether autograd's own derivative of the operation is what the graph will have."""
-    if node.op != "call_function" or isinstance(node.target, OpOverload) or node.target in _OURS:
+    if node.op != "call_function" or isinstance(node.target, OpOverload) or node.target in OURS:
         return True
     return getattr(node.target, "__module__", "") in ("_operator", "torch", "math", "torch._C")

@@ -1,0 +1,77 @@
+"""What looks at all examples inside a custom `autograd.Function` or a tensor hook, which a graph holds as one node.
+
+Its forward and its backward are written down by themselves, for every batch size, and looked at as the graph around them is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from ..base import trees
+from ..base.fakes import HINT, TRACING, expression, fake_batch, quiet, symbol_of, symbolic_len, symbolic_mode
+from ..base.nodes import is_differentiable, is_of_batch, returned, value
+from .mixing import Mixing, first_mixing
+from .tap import OURS
+
+
+def opaque_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that call a custom `autograd.Function`, or run tensor hooks."""
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, FunctionType) and node.target not in OURS:
+            yield node
+
+
+def mixing_inside(node: fx.Node, batch: Any) -> Mixing | None:
+    """The first operation in an opaque node by which examples mix; None where there is none, or where it has no graph."""
+    given = [value(n) for n in node.all_input_nodes]
+    if not is_of_batch(given, batch) or not all(isinstance(v, Tensor) for v in given):
+        return None
+    with contextlib.suppress(Exception), quiet(), TRACING, symbolic_len():  # it may do what no graph can
+        graph, symbol = _recorded(node, given, batch)
+        inputs = [n for n in graph.nodes if n.op == "placeholder"]
+        outputs = [n for n in returned(graph) if isinstance(n, fx.Node) and is_of_batch(value(n), symbol)]
+        return first_mixing(graph, inputs, outputs, symbol)
+    return None
+
+
+def _recorded(node: fx.Node, given: Sequence[Tensor], batch: Any) -> tuple[fx.Graph, Any]:
+    """Forward and backward of an opaque node as a graph of the operands and the results' cotangents; its batch size."""
+    mode, _ = symbolic_mode()  # of its own: what the code fixes must not fix the sizes in the graph around it
+    size = fake_batch(mode, torch.empty(HINT, 1)).shape[0]
+    results = [t for t in trees.tensors(value(node)) if is_differentiable(t)]
+    fakes = [_like(mode, t, batch, size) for t in (*given, *results)]
+    function: Callable[..., Any] = node.target  # pyright: ignore[reportAssignmentType]
+
+    def run(*flat: Tensor) -> Sequence[Tensor | None]:
+        inputs = [t.detach().requires_grad_(is_differentiable(t)) for t in flat[: len(given)]]
+        args, kwargs = map_arg(
+            (node.args, node.kwargs), dict(zip(node.all_input_nodes, inputs, strict=True)).get
+        )
+        with torch.enable_grad():
+            outputs = trees.tensors(function(*args, **kwargs))
+        arriving = zip(filter(is_differentiable, outputs), flat[len(given) :], strict=True)
+        followed = [(out, g) for out, g in arriving if out.requires_grad]
+        leaves = [t for t in inputs if t.requires_grad]
+        if not followed:
+            return outputs
+        tensors, cotangents = zip(*followed, strict=True)
+        return [*outputs, *torch.autograd.grad(tensors, leaves, cotangents, allow_unused=True)]
+
+    graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes).graph
+    return graph, symbol_of(size)
+
+
+def _like(mode: FakeTensorMode, t: Tensor, batch: Any, size: Any) -> Tensor:
+    """A tensor of the same shape, for another symbol in the place of the batch size."""
+    sizes = [int(expression(n) / batch) * size if isinstance(n, torch.SymInt) else n for n in t.shape]
+    with mode:
+        return torch.empty(sizes, dtype=t.dtype, device=t.device)
