@@ -417,3 +417,24 @@ def test_directions_through_what_has_no_second_derivative(name):
     x, v = torch.randn(5, 4), torch.randn(4)
     jacobian = pexgrad.per_example_jacobian(model, wave)(dict(model.named_parameters()), x)
     torch.testing.assert_close(jacobian @ {"w": v}, rows_of(model, wave, x, None)["w"] @ v)
+
+
+def test_weights_drawn_anew_for_each_example():
+    """As a Bayesian layer draws them: one operation puts the parameters of both in shape."""
+
+    class Drawn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean, self.spread = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return x * torch.distributions.Normal(self.mean, self.spread.exp()).rsample((x.shape[0],))
+
+    model, x = Drawn(), torch.randn(5, 4)
+    jacobian = pexgrad.per_example_jacobian(model, lambda o, y: o.square().sum(1))(named(model), x)
+    rows, weights = jacobian.rows(), torch.randn(5)
+    for k, total in jacobian.vjp(weights).items():
+        torch.testing.assert_close(total, torch.tensordot(weights, rows[k], 1))
+    for k, mean in jacobian.moments().mean.items():
+        torch.testing.assert_close(mean, rows[k].mean(0))
+    torch.testing.assert_close(jacobian.norms(), torch.cat([*rows.values()], 1).norm(dim=1))

@@ -341,6 +341,21 @@ def test_a_graph_that_would_forget_a_stopped_gradient_is_refused():
 # --- refusals ---------------------------------------------------------------------------------------
 
 
+def test_a_graph_without_a_derivative_says_so():
+    def spectrum(p, x):
+        frames = torch.stft(
+            x @ p["w"], 16, 4, window=torch.ones(16, dtype=x.dtype), center=False, return_complex=True
+        )
+        return frames.abs().mean(-1)
+
+    params, x, y = {"w": torch.randn(4, 16, requires_grad=True)}, torch.randn(5, 4), torch.arange(5) % 9
+    pexgrad.per_example_grad(spectrum).lower(params, x, y)
+    with pytest.raises(
+        pexgrad.TraceError, match=r"flat graph of this call does not run.*call the function itself"
+    ):
+        pexgrad.per_example_grad(spectrum, create_graph=True).lower(params, x, y)
+
+
 def test_what_has_no_graph_says_so():
     model, params, x, y = mlp()
     with pytest.raises(pexgrad.InputError, match="PerExampleJacobian returns an operator"):

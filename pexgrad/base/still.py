@@ -106,6 +106,8 @@ _STILL: dict[str, Still] = {
 class StandStill(TorchDispatchMode):
     """A dispatch mode in which random operations return constants."""
 
+    supports_higher_order_operators = True  # `torch.cond` and its like
+
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws(func):

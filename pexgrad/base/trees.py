@@ -37,7 +37,9 @@ def _open(tree: Any) -> Any:
             return leaf
         if isinstance(leaf, Mapping):
             return _Record(type(leaf), tuple(leaf), [_open(v) for v in leaf.values()])
-        names = tuple(f.name for f in dataclasses.fields(leaf))
+        # what is no field may be a tensor with the batch too
+        every = dict.fromkeys([*(f.name for f in dataclasses.fields(leaf)), *getattr(leaf, "__dict__", ())])
+        names = tuple(name for name in every if hasattr(leaf, name))
         return _Record(type(leaf), names, [_open(getattr(leaf, name)) for name in names])
 
     return pytree.tree_map(open_record, tree, is_leaf=_is_record)

@@ -106,8 +106,8 @@ class Component:
         return _sums(part for term in self.terms for part in self._term_vjp(term, weights))
 
     def _term_vjp(self, term: Term, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        if term.is_whole:
-            (name,) = term.params
+        if term.window is not None and term.window.whole:
+            name = term.window.param
             yield name, term.factor.weighted_sum(weights[name])
             return
         if term.goes_by_rows:
