@@ -173,6 +173,34 @@ def assert_noticed(model, change):
     assert not torch.allclose(after["lin.weight"], before["lin.weight"]), "the change changes the gradient"
 
 
+def test_an_object_that_is_read_in_two_places():
+    """By other attributes in each, one before the other."""
+    scale = Scale()
+
+    def first(h):
+        return h * scale.table
+
+    def second(h):
+        return h * scale.k
+
+    model = Reading(lambda m, h: second(first(h)))
+    model.scale = scale
+    assert_noticed(model, change_of_k)
+    loss_scale = Scale()
+    table = lambda losses: losses * loss_scale.table.sum()  # noqa: E731
+    factor = lambda losses: losses * loss_scale.k  # noqa: E731
+
+    def loss(o, y):
+        return factor(table(F.cross_entropy(o, y, reduction="none")))
+
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.arange(5) % 3
+    fn, params = pexgrad.per_example_grad(model, loss), dict(model.named_parameters())
+    stacked = {k: torch.stack([p.detach()] * 2) for k, p in params.items()}
+    for loss_scale.k in (1.0, 3.0):
+        rows = torch.func.vmap(lambda p: fn(p, x, y))(stacked)
+        assert_rows_equal({k: r[0] for k, r in rows.items()}, rows_of(model, loss, x, y))
+
+
 def test_an_object_that_is_a_hook():
     class Hook:
         def __init__(self):

@@ -21,7 +21,7 @@ from ..base.source import is_installed
 
 Reads = list[tuple[Any, Any]]
 
-_FEW = 1000  # items of a container that are looked at
+MANY = 1000  # items of a container that is looked at as a whole: it is data, and no setting
 
 # what a class or an object has by name and nothing else looks into
 _PLAIN = (int, float, complex, str, bytes, type(None), list, tuple, set, dict, torch.Tensor, torch.nn.Module)
@@ -85,14 +85,9 @@ def reaches(kind: type, held: Iterable[Any], own: set[int]) -> bool:
             continue
         seen.add(function)
         for _, value in _beside(function):
-            inside = (
-                value.values()
-                if isinstance(value, dict)
-                else value
-                if isinstance(value, list | tuple)
-                else ()
-            )
-            if len(inside) <= _FEW and any(id(v) in own for v in (value, *inside)):
+            inside = value.values() if isinstance(value, dict) else value
+            among = inside if isinstance(value, dict | list | tuple) and len(value) <= MANY else ()
+            if any(id(v) in own for v in (value, *among)):
                 return True
             left += _functions_of(value, names_in(function))
     return False

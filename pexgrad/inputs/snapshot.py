@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .reads import (
+    MANY,
     attribute_names,
     is_users,
     names_in_code,
@@ -128,12 +129,11 @@ _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _END = object()
 _FEW = 64  # numbers that are looked at
 _MOST = 1 << 16  # values that are remembered
-_MANY = 1000  # items of a container that is compared as a whole: it is data, and no setting
 
 
 def snapshot(model: Callable[..., Any]) -> Snapshot:
     """What a module, a function or any other callable holds and reads."""
-    found, seen = Snapshot({}, {}, [], {}), set[int]()
+    found, seen = Snapshot({}, {}, [], {}), set[Any]()
     if isinstance(model, nn.Module):
         _note_modules(model, found, seen, named=True)
     else:
@@ -153,17 +153,11 @@ def held_by(value: Any) -> list[Any]:
     return [*found.references, *found.loose.values()]
 
 
-def _note_modules(root: nn.Module, found: Snapshot, seen: set[int], *, named: bool) -> None:
+def _note_modules(root: nn.Module, found: Snapshot, seen: set[Any], *, named: bool) -> None:
     """Note a module and those in it; parameters and buffers by name, or as loose tensors."""
     modules: list[nn.Module] = []
     _collect(root, "", modules, found, seen, named=named)
-    every: list[frozenset[str]] = []
-
-    def names(_: Any) -> frozenset[str]:  # one module may hold what another is given
-        if not every:
-            every.append(_names_in(modules))
-        return every[0]
-
+    names = _looked_up_once(lambda: _names_in(modules))  # one module may hold what another is given
     for m in modules:
         held = vars(m)
         found.references.extend((m, type(m)))
@@ -174,6 +168,12 @@ def _note_modules(root: nn.Module, found: Snapshot, seen: set[int], *, named: bo
         if id(kind := type(m)) not in seen:
             seen.add(id(kind))
             _note(of_class(kind), found, seen, names)
+
+
+def _looked_up_once(names: Callable[[], frozenset[str]]) -> Names:
+    """Names that are the same for every object, and not asked for where there is none."""
+    known = functools.cache(names)
+    return lambda _: known()
 
 
 def _names_in(modules: list[nn.Module]) -> frozenset[str]:
@@ -189,7 +189,7 @@ def _names_in(modules: list[nn.Module]) -> frozenset[str]:
 
 
 def _collect(
-    m: nn.Module, prefix: str, modules: list[nn.Module], found: Snapshot, seen: set[int], *, named: bool
+    m: nn.Module, prefix: str, modules: list[nn.Module], found: Snapshot, seen: set[Any], *, named: bool
 ) -> None:
     if id(m) in seen:
         return
@@ -218,9 +218,8 @@ def _one(value: Any) -> Any:
         return value
     if len(_ones) > _MOST:  # a coefficient that is another at every step
         _ones.clear()
-    exact = (
-        value.hex() if kind is float else repr(value) if kind is complex else value
-    )  # -0.0 == 0.0, and nan != nan
+    # -0.0 == 0.0, and nan != nan
+    exact = value.hex() if kind is float else repr(value) if kind is complex else value
     return _ones.setdefault((kind, exact), value)
 
 
@@ -229,7 +228,7 @@ def _no_names(_: Any) -> frozenset[str]:
 
 
 def _note(
-    items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[int], names: Names = _no_names
+    items: Iterable[tuple[Any, Any]], found: Snapshot, seen: set[Any], names: Names = _no_names
 ) -> None:
     """Note what is held or read, and what containers, settings, modules and code among it hold and read in turn.
 
@@ -253,8 +252,9 @@ def _note(
         elif (inside := _inside(value)) is None:
             found.references.extend((value, kind))
             own = names(value)
-            if own or is_users(kind):
-                seen.add(id(value))
+            # other code may read other attributes of it
+            if (own or is_users(kind)) and (id(value), own) not in seen:
+                seen.add((id(value), own))
                 held, further = _attributes(value, own)
                 _note(held, found, seen, functools.partial(_either, names, further))
         else:
@@ -267,7 +267,12 @@ def _note(
             if kind is FunctionType and vars(value):  # attributes of a function
                 own = names(value) | names_in_code(value)
                 inside = [*inside, *((k, v) for k, v in vars(value).items() if k in own)]
-            _note(inside, found, seen, functools.partial(_in_code, value) if is_code else names)
+            _note(
+                inside,
+                found,
+                seen,
+                _looked_up_once(functools.partial(names_in_code, value)) if is_code else names,
+            )
             found.references.append(_END)
 
 
@@ -287,10 +292,6 @@ def _attributes(value: Any, names: frozenset[str]) -> tuple[list[tuple[Any, Any]
         return [], frozenset()
 
 
-def _in_code(function: FunctionType | MethodType, _: Any) -> frozenset[str]:
-    return names_in_code(function)
-
-
 def _either(names: Names, further: frozenset[str], value: Any) -> frozenset[str]:
     return names(value) | further
 
@@ -307,7 +308,7 @@ def _look_inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
         return None
     if isinstance(value, ContextVar):
         return [("", value.get(None))]
-    if isinstance(value, (Mapping, *_CONTAINERS)) and len(value) > _MANY:
+    if isinstance(value, (Mapping, *_CONTAINERS)) and len(value) > MANY:
         return None
     if isinstance(value, Mapping):
         return [*enumerate(value), *value.items()]  # the keys count too
@@ -324,10 +325,10 @@ def _is_settings(value: Any) -> bool:
         looked_at += 1
         if type(held) in _ATOMS or type(held) in _CODE or isinstance(held, type | ModuleType):
             continue
-        if not depth or looked_at > _MANY or isinstance(held, Tensor | nn.Module):
+        if not depth or looked_at > MANY or isinstance(held, Tensor | nn.Module):
             return False
         if isinstance(held, Mapping | list | tuple | set | frozenset):
-            if len(held) > _MANY:
+            if len(held) > MANY:
                 return False
             parts: Iterable[Any] = held.values() if isinstance(held, Mapping) else held
         elif hasattr(held, "__dict__"):

@@ -23,8 +23,8 @@ Form = tuple[Any, ...]
 # what takes numbers out of a tensor
 _READS = frozenset({
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
-    Tensor.__complex__, Tensor.__array__, Tensor.is_nonzero, Tensor.equal, Tensor.allclose, torch.is_nonzero, torch.equal,
-    torch.allclose,
+    Tensor.__complex__, Tensor.__array__, Tensor.__contains__, Tensor.is_nonzero, Tensor.equal, Tensor.allclose,
+    torch.is_nonzero, torch.equal, torch.allclose,
 })  # fmt: skip
 
 
