@@ -32,7 +32,8 @@ from ..base.nodes import (
 )
 from ..inputs.call import Call
 from ..tracing.opaque import settle_hooks
-from ..tracing.trace import FROM_GRAPH, Trace, Untraced
+from ..tracing.outputs import FROM_GRAPH, Untraced
+from ..tracing.trace import Trace
 from .flow import Flow, State, analyse
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 import sympy
@@ -40,7 +40,6 @@ from ..base.fakes import (
     symbolic_mode,
 )
 from ..base.numerics import is_half
-from ..base.source import calling_line, is_library
 from ..errors import ANY_MODEL, PexgradError, TraceError, first_line
 from ..inputs.call import Call
 from ..inputs.rebind import Bound, uncached
@@ -48,6 +47,8 @@ from .decompositions import DECOMPOSITIONS
 from .disguise import disguised
 from .numbers import noting_numbers
 from .opaque import opaque_functions, traced_data, traced_hooks
+from .origins import module_paths, noting_source, user_line
+from .outputs import FROM_GRAPH, stand_in
 from .readings import Answer, Reader, Reading, answering, holds
 
 
@@ -97,43 +98,6 @@ class Trace:
         return trees.unflatten(leaves, self.output_spec)
 
 
-class _FromGraph:
-    def __repr__(self) -> str:
-        return "FROM_GRAPH"
-
-
-FROM_GRAPH = _FromGraph()
-
-
-class Untraced:
-    """Stands in the output for an object that the trace cannot carry; any use of it raises."""
-
-    def __init__(self, kind: str):
-        object.__setattr__(self, "_kind", kind)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self.refuse()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        next(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Untraced)).refuse()
-
-    def refuse(self, *_: Any) -> NoReturn:
-        """Say what cannot be used."""
-        raise TraceError(
-            f"the loss uses a {self._kind} in the model's output, which has no per-example gradient; return what it is computed "
-            f"from, with the batch on a dimension, and compute it in the loss, or {ANY_MODEL}"
-        )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse
-    __pow__ = __neg__ = __float__ = __bool__ = __lt__ = __gt__ = __getitem__ = __iter__ = __len__ = refuse
-
-    def __repr__(self) -> str:
-        return f"<{self._kind}, not carried by the trace>"
-
-
 def trace(model: Bound, call: Call, hint: int = HINT) -> Trace:
     """Trace `model` on fake parameters and inputs shaped like a call's, with a symbolic batch size."""
     with TRACING:
@@ -164,10 +128,10 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
         b = {k: next(left) for k in buffers}
         args, kwargs = trees.unflatten([next(left) if isinstance(v, Tensor) else v for v in leaves], spec)
         forward = model.at(p, b)
-        with _module_paths(forward), uncached():
+        with module_paths(forward), uncached():
             out = forward(*args, **kwargs)
         out_leaves, seen["spec"] = trees.flatten(out)
-        seen["leaves"] = [_stand_in(v) for v in out_leaves]
+        seen["leaves"] = [stand_in(v) for v in out_leaves]
         return [v for v in out_leaves if isinstance(v, Tensor)]
 
     reader = Reader(call, batch)
@@ -184,7 +148,7 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
             raise
         except Exception as e:
             raise TraceError(
-                f"the model has no static graph: {type(e).__name__}: {first_line(e)}{_user_line(e)}; "
+                f"the model has no static graph: {type(e).__name__}: {first_line(e)}{user_line(e)}; "
                 f"control flow or shapes that depend on data cannot be traced: {ANY_MODEL}"
             ) from e
     gm.graph.eliminate_dead_code()
@@ -211,14 +175,6 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
     )
 
 
-def _stand_in(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return FROM_GRAPH
-    if leaf is None or isinstance(leaf, bool | int | float | str | type):
-        return leaf
-    return Untraced(type(leaf).__name__)
-
-
 # --- what the trace must notice while it runs -----------------------------------------------------
 
 
@@ -240,7 +196,7 @@ def _tracing(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
         mock.patch.object(nn.TransformerEncoder, "forward", _without_nesting(nn.TransformerEncoder.forward)),
         noting_numbers(reader.numbers),
         mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _no_metadata),
-        mock.patch.object(PythonKeyTracer, "create_node", _noting_source(PythonKeyTracer.create_node)),
+        mock.patch.object(PythonKeyTracer, "create_node", noting_source(PythonKeyTracer.create_node)),
         mock.patch.object(proxy_tensor, "proxy_call", _noting_depth(proxy_tensor.proxy_call, running)),
         mock.patch.object(SymNode, "bool_", _noting_branches(SymNode.bool_, batch, branches, running)),
     ):
@@ -309,41 +265,6 @@ def _without_nesting(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _noting_source(create_node: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
-    def noted(self: PythonKeyTracer, *args: Any, **kwargs: Any) -> fx.Node:
-        node = create_node(self, *args, **kwargs)
-        node.meta["source"] = calling_line()
-        node.meta["path"] = _paths[-1] if _paths else ""
-        return node
-
-    return noted
-
-
-_paths: list[str] = []
-
-
-@contextlib.contextmanager
-def _module_paths(forward: Callable[..., Any]) -> Iterator[None]:
-    """Keep the path of the module that is running in `_paths`."""
-    if not isinstance(forward, nn.Module):
-        yield
-        return
-
-    def leave(*_: Any) -> None:
-        _paths.pop()
-
-    hooks = []
-    for name, m in forward.named_modules():
-        hooks.append(m.register_forward_pre_hook(lambda *_, path=name: _paths.append(path), prepend=True))
-        hooks.append(m.register_forward_hook(leave, always_call=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        _paths.clear()
-
-
 def _is_metadata(frame: FrameType | None) -> bool:
     for _ in range(6):
         if frame is None:
@@ -373,14 +294,3 @@ def _refuse_shapes_of_data(graph: fx.Graph, batch: sympy.Symbol) -> None:
                 f"the shape of {node.name} depends on data (at {node.meta.get('source', 'an unknown line')}), so the "
                 f"model has no static graph; use masks instead of selecting by value, or {ANY_MODEL}"
             )
-
-
-def _user_line(e: BaseException) -> str:
-    """The innermost line of the user's code in the traceback of `e`, as ` (at file.py:12)`."""
-    where, tb = "", e.__traceback__
-    while tb is not None:
-        name = tb.tb_frame.f_code.co_filename
-        if not is_library(name):
-            where = f" (at {name}:{tb.tb_lineno})"
-        tb = tb.tb_next
-    return where
