@@ -84,12 +84,12 @@ def reaches(kind: type, held: Iterable[Any], own: set[int]) -> bool:
         if not isinstance(function, FunctionType) or function in seen:
             continue
         seen.add(function)
-        for _, value in _beside(function):
+        for _, value in _among_globals(function):
             inside = value.values() if isinstance(value, dict) else value
             among = inside if isinstance(value, dict | list | tuple) and len(value) <= MANY else ()
             if any(id(v) in own for v in (value, *among)):
                 return True
-            left += _functions_of(value, names_in(function))
+        left += [f for _, value in _beside(function) for f in _functions_of(value, names_in(function))]
     return False
 
 
@@ -142,6 +142,10 @@ def _beside(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
             yield name, cell.cell_contents
+    yield from _among_globals(function)
+
+
+def _among_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name in sorted(_names_of(function).of_globals & function.__globals__.keys()):
         yield name, function.__globals__[name]
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -132,7 +130,7 @@ class Bound:
         """The forward function at these parameters and copies of the buffers, free to be changed."""
         copies = {k: b.detach().clone() for k, b in self.buffers().items()}
         forward = self.at(params, copies)
-        if not _captures(self._module):
+        if not _reaches_itself(self._module):
             return forward
         return _substituted(
             forward, {id(t): (params | copies)[k] for k, t in named_tensors(self._module).items()}
@@ -161,27 +159,12 @@ def uncached() -> Iterator[None]:
         parametrize._cache = before if parametrize._cache_enabled else {}
 
 
-def _captures(model: nn.Module) -> bool:
-    """Whether code of the module reaches its tensors or modules where no copy of the module changes it.
-
-    Through a global, or through the closure of a compiled function.
-    """
+def _reaches_itself(model: nn.Module) -> bool:
+    """Whether code of the module finds its tensors or modules among globals, which no copy of the module changes."""
     own = {id(v) for v in (*model.modules(), *named_tensors(model).values())}
-    for m in model.modules():
-        if reaches(type(m), [v for k, v in vars(m).items() if k not in MACHINERY], own):
-            return True
-        for f in (*vars(m).values(), type(m).forward):
-            for cell in getattr(_innermost(f), "__closure__", None) or ():
-                with contextlib.suppress(ValueError):  # an empty cell
-                    if isinstance(cell.cell_contents, Tensor | nn.Module):
-                        return True
-    return False
-
-
-def _innermost(f: Any) -> Any:
-    """The function under a method, or under what wraps it (`torch.compile`, say)."""
-    f = getattr(f, "__func__", f)
-    return inspect.unwrap(f) if isinstance(f, FunctionType) else f
+    return any(
+        reaches(type(m), [v for k, v in vars(m).items() if k not in MACHINERY], own) for m in model.modules()
+    )
 
 
 class _Substitution(TorchFunctionMode):

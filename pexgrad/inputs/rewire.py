@@ -80,8 +80,7 @@ def _holds_copied(value: Any, memo: Memo, depth: int = 3) -> bool:
 
 def _rebuilt(f: FunctionType, memo: Memo) -> FunctionType:
     cells, defaults = f.__closure__ or (), (f.__defaults__ or (), f.__kwdefaults__ or {})
-    # a compiled function is traced as the one that it was made of
-    if f.__module__.startswith("torch._dynamo") or not (cells or any(defaults)):
+    if not (cells or any(defaults)):
         return f
     closure = tuple(CellType() for _ in cells)
     new = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, closure)
@@ -97,6 +96,8 @@ def _rebuilt(f: FunctionType, memo: Memo) -> FunctionType:
     changed |= any(
         a is not b for a, b in zip((new.__kwdefaults__ or {}).values(), defaults[1].values(), strict=True)
     )
-    vars(new).update(vars(f))
+    vars(new).update(
+        {k: _renewed(v, memo) for k, v in vars(f).items()}
+    )  # that of which it is made by `torch.compile`, say
     memo[id(f)] = new if changed else f
     return memo[id(f)]
