@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
+from .base.fakes import HINT
 from .base.modes import without_autocast
 from .base.nodes import batch_dims, fold_factor_of, value
 from .base.still import StandStill
-from .errors import LossError, PexgradError, TraceError
+from .errors import ANY_MODEL, LossError, PexgradError, TraceError
 from .inputs.arguments import Options
 from .inputs.call import Call
 from .inputs.loss import ExampleLosses
@@ -117,19 +117,17 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
 
 def _trace_serving(model: Bound, call: Call) -> Trace:
     """A trace that holds at this batch size: the general one, or one through the branches that this size takes."""
+    first: TraceError | None = None
     # tracing at a batch size of one would fix what is only true of one
-    sizes = (call.batch,) if call.batch > 1 else (3, 2, call.batch)
-    try:
-        traced = trace(model, call)
-    except TraceError:
-        with contextlib.suppress(TraceError):  # a buffer for eight examples, say
-            return trace(model, call, hint=sizes[0])
-        raise
-    for hint in sizes:
-        if traced.serves(call.batch):
-            break
-        traced = trace(model, call, hint=hint)
-    return traced
+    for hint in (HINT, *((call.batch,) if call.batch > 1 else (3, 2, call.batch))):
+        try:
+            traced = trace(model, call, hint)
+        except TraceError as e:  # there may be room for fewer examples than a trace pretends to see
+            first = first or e
+        else:
+            if traced.serves(call.batch):
+                return traced
+    raise first or TraceError(f"the model has no graph that serves a batch of {call.batch}; {ANY_MODEL}")
 
 
 def _probed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 
@@ -142,8 +143,10 @@ def test_numbers_drawn_from_a_generator_of_the_models_own(generator, held):
         model = Net(lambda s, x: s.lin(x) * draw(s.rng), lin=model.lin)
         model.rng = rng
     x, y = torch.randn(4, 6), labels(4, 3)
+    drawn = draw(copy.deepcopy(rng))
     with pytest.raises(pexgrad.TraceError, match="draws from Python's or NumPy's"):
         pexgrad.per_example_grad(model)(named(model), x, y)
+    assert draw(rng) == drawn, "a refusal draws nothing"
     fn = pexgrad.per_example_grad(model, strategy="naive")
     first, second = (fn(named(model), x, y)["lin.weight"] for _ in range(2))
     assert not torch.allclose(first, second), "the next draws"

@@ -21,25 +21,44 @@ def is_generator(value: Any) -> bool:
     )
 
 
-def states(held: Iterable[Any]) -> list[str]:
-    """The states of Python's and NumPy's own generators, and of those among some objects."""
-    numpy = _numpy()
-    own = [repr(random.getstate()), *([] if numpy is None else [_state(numpy.get_state())])]
-    return own + [_of_generator(g) for g in held if is_generator(g)]
+class States:
+    """The states of Python's and NumPy's own generators, and of those among some objects, as they are now."""
+
+    def __init__(self, held: Iterable[Any]):
+        own = [random, *([] if (numpy := _numpy()) is None else [numpy])]
+        self._before = [(g, _read(g)) for g in (*own, *filter(is_generator, held))]
+
+    def have_changed(self) -> bool:
+        """Whether any has been drawn from since."""
+        return any(_text(_read(g)) != _text(state) for g, state in self._before)
+
+    def restore(self) -> None:
+        """As if nothing had been drawn."""
+        for g, state in self._before:
+            _write(g, state)
 
 
-def _of_generator(g: Any) -> str:
-    if isinstance(g, random.Random):
-        return repr(g.getstate())
-    if hasattr(g, "get_state"):  # a `RandomState`
-        return _state(g.get_state())
-    return _state(getattr(g, "bit_generator", g).state)
+def _read(g: Any) -> Any:
+    if hasattr(g, "getstate"):  # Python's
+        return g.getstate()
+    if hasattr(g, "get_state"):  # NumPy's of old
+        return g.get_state()
+    return getattr(g, "bit_generator", g).state
 
 
-def _state(state: Any) -> str:
-    """Words in arrays, as text that is another where any of them is."""
+def _write(g: Any, state: Any) -> None:
+    if hasattr(g, "setstate"):
+        g.setstate(state)
+    elif hasattr(g, "set_state"):
+        g.set_state(state)
+    else:
+        getattr(g, "bit_generator", g).state = state
+
+
+def _text(state: Any) -> str:
+    """A text that is another where any word of a state is, those in arrays included."""
     if isinstance(state, dict):
-        return repr({k: _state(v) for k, v in state.items()})
+        return repr({k: _text(v) for k, v in state.items()})
     if isinstance(state, tuple | list):
-        return repr([_state(v) for v in state])
+        return repr([_text(v) for v in state])
     return repr(state.tobytes() if hasattr(state, "tobytes") else state)

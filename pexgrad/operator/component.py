@@ -32,11 +32,6 @@ class Term:
     factor: Factor
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the value is a parameter as it is."""
-        return self.window is not None and self.window.whole
-
-    @property
     def goes_by_rows(self) -> bool:
         """Whether sums of rows may not be pulled back in one, because the pullback may not be linear."""
         return self.window is None and not is_linear(self.value)

@@ -102,9 +102,9 @@ class Losses:
         losses = self._of_torch(output, y)
         for way in (self._of_batch, self._of_reductions):
             losses = way(output, tensors, y, batch) if losses is None else losses
-        return (
-            self.loss.of_each(self.outputs.examples(tensors, y, batch), batch) if losses is None else losses
-        )
+        if losses is None:
+            losses = self.loss.of_each(self.outputs.examples(tensors, y, batch), batch)
+        return losses
 
     def _of_batch(self, output: Any, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor | None:
         """None where the loss is of another kind, or examples have to be taken by themselves."""

@@ -70,11 +70,9 @@ def parameter_operands(node: fx.Node, flow: Flow) -> list[fx.Node]:
 def _adopt_parameters(trace: Trace, call: Call) -> None:
     """Let a tensor that the code has reached past its arguments, through a global say, be the parameter or buffer of the call."""
     own = call.module
+    # parameters, buffers, inputs
     placeholders = [n for n in trace.graph.nodes if n.op == "placeholder"]
-    buffers = dict(
-        zip(own.buffers, placeholders[len(trace.params) :], strict=False)
-    )  # the inputs come behind them
-    nodes = trace.params | buffers
+    nodes = trace.params | dict(zip(own.buffers, placeholders[len(trace.params) :], strict=False))
     places = {id(t): nodes[k] for held in (call.params, own.parameters, own.buffers) for k, t in held.items()}
     for node in list(trace.graph.nodes):
         if node.op == "get_attr" and (place := places.get(id(getattr(trace.root, node.target, None)))):

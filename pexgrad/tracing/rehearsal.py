@@ -21,19 +21,19 @@ from ..base.fakes import TRACING
 from ..base.still import StandStill
 from ..errors import ANY_MODEL, TraceError
 from ..inputs.call import Call
-from ..inputs.generators import states
+from ..inputs.generators import States
 from ..inputs.rebind import Bound
 from .trace import Trace
 
 
 def rehearsed(model: Bound, call: Call, tracing: Callable[[], Trace]) -> Trace:
     """What `tracing()` gives, or an error where a graph would draw other random numbers than the model does."""
-    held = call.module.references
-    before = states(held)
+    before = States(call.module.references)
     with TRACING, _seeding_refused():
         traced = _with_known_generators(_rehearse(model, call), tracing)
     # another thread may have drawn some
-    if states(held) != before and all(_draws_with_python(model, call) for _ in range(2)):
+    if before.have_changed() and all(_draws_with_python(model, call) for _ in range(2)):
+        before.restore()
         raise TraceError(
             "the model draws from Python's or NumPy's random numbers, of which a graph would keep one draw for ever; draw with "
             f"torch and choose with torch.where, or {ANY_MODEL}"
@@ -115,6 +115,6 @@ def _refuse_seeding() -> None:
 
 
 def _draws_with_python(model: Bound, call: Call) -> bool:
-    before = states(call.module.references)
+    before = States(call.module.references)
     _rehearse(model, call)
-    return states(call.module.references) != before
+    return before.have_changed()

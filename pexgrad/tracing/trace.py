@@ -27,7 +27,6 @@ from torch.utils import _pytree as pytree
 
 from ..base import trees
 from ..base.fakes import (
-    HINT,
     TRACING,
     Guards,
     computes_metadata,
@@ -98,7 +97,7 @@ class Trace:
         return trees.unflatten(leaves, self.output_spec)
 
 
-def trace(model: Bound, call: Call, hint: int = HINT) -> Trace:
+def trace(model: Bound, call: Call, hint: int) -> Trace:
     """Trace `model` on fake parameters and inputs shaped like a call's, with a symbolic batch size."""
     with TRACING:
         with disguised(False) as asked:
