@@ -27,6 +27,7 @@ from ..errors import (
 )
 from ..inputs.arguments import Options, Params, check_call, check_out
 from ..inputs.call import Call, example_numbers
+from ..inputs.generators import States
 from ..inputs.loss import ExampleLosses
 from ..inputs.reads import forget_names
 from ..inputs.rebind import Bound, global_hooks, refuse_backward_hooks
@@ -172,7 +173,14 @@ class Transform(Composable):
         """Where the model or the loss itself fails on this batch, let its own error be the one that is seen."""
         params = {k: p.detach().clone().requires_grad_(k in call.trainable) for k, p in call.params.items()}
         # random numbers are neither drawn nor seeded, and the model may differentiate on its way
-        with torch.random.fork_rng(devices=()), StandStill(), torch.enable_grad(), warnings.catch_warnings():
+        drawn = States(call.module.references)
+        with (
+            torch.random.fork_rng(devices=()),
+            drawn,
+            StandStill(),
+            torch.enable_grad(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")  # the model's own, given before
             self._loss.loss(self._model.run(params, call.x), call.y)
 

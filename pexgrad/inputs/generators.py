@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections.abc import Iterable
@@ -21,8 +22,11 @@ def is_generator(value: Any) -> bool:
     )
 
 
-class States:
-    """The states of Python's and NumPy's own generators, and of those among some objects, as they are now."""
+class States(contextlib.AbstractContextManager[None]):
+    """The states of Python's and NumPy's own generators, and of those among some objects, as they are now.
+
+    As a context it restores them at its end.
+    """
 
     def __init__(self, held: Iterable[Any]):
         own = [random, *([] if (numpy := _numpy()) is None else [numpy])]
@@ -31,6 +35,9 @@ class States:
     def have_changed(self) -> bool:
         """Whether any has been drawn from since."""
         return any(_text(_read(g)) != _text(state) for g, state in self._before)
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     def restore(self) -> None:
         """As if nothing had been drawn."""
