@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from .reads import functions_of_class
+from .reads import MANY, functions_of_class
 from .snapshot import HOOKS, MACHINERY
 
 Memo = dict[int, Any]  # that of `copy.deepcopy`: the identity of what has been copied -> its copy
@@ -71,33 +71,35 @@ def _partial(n: int, names: tuple[str, ...], func: Any, *values: Any) -> Any:
 def _holds_copied(value: Any, memo: Memo, depth: int = 3) -> bool:
     if memo.get(id(value), value) is not value:
         return True
-    if not depth or not isinstance(value, _CONTAINERS):
+    if not depth or not isinstance(value, _CONTAINERS) or len(value) > MANY:
         return False
-    return any(
-        _holds_copied(v, memo, depth - 1) for v in (value.values() if isinstance(value, dict) else value)
-    )
+    inside = value.values() if isinstance(value, dict) else value
+    return any(_holds_copied(v, memo, depth - 1) for v in inside)
 
 
 def _rebuilt(f: FunctionType, memo: Memo) -> FunctionType:
-    cells, defaults = f.__closure__ or (), (f.__defaults__ or (), f.__kwdefaults__ or {})
-    if not (cells or any(defaults)):
+    if not (f.__closure__ or f.__defaults__ or f.__kwdefaults__):
         return f
-    closure = tuple(CellType() for _ in cells)
-    new = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, closure)
+    closure = tuple(CellType() for _ in f.__closure__ or ())
+    new = FunctionType(f.__code__, f.__globals__, f.__name__, None, closure)
     memo[id(f)] = new  # it may find itself there
-    changed = False
-    for cell, own in zip(cells, closure, strict=True):
+    if f.__defaults__:
+        new.__defaults__ = tuple(_renewed(v, memo) for v in f.__defaults__)
+    if f.__kwdefaults__:
+        new.__kwdefaults__ = {k: _renewed(v, memo) for k, v in f.__kwdefaults__.items()}
+    for cell, own in zip(f.__closure__ or (), closure, strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
             own.cell_contents = _renewed(cell.cell_contents, memo)
-            changed |= own.cell_contents is not cell.cell_contents and own.cell_contents is not new
-    new.__defaults__ = tuple(_renewed(v, memo) for v in defaults[0]) or None
-    new.__kwdefaults__ = {k: _renewed(v, memo) for k, v in defaults[1].items()} or None
-    changed |= any(a is not b for a, b in zip(new.__defaults__ or (), defaults[0], strict=True))
-    changed |= any(
-        a is not b for a, b in zip((new.__kwdefaults__ or {}).values(), defaults[1].values(), strict=True)
-    )
-    vars(new).update(
-        {k: _renewed(v, memo) for k, v in vars(f).items()}
-    )  # that of which it is made by `torch.compile`, say
-    memo[id(f)] = new if changed else f
+    # such as what it was made of by `torch.compile`
+    vars(new).update({k: _renewed(v, memo) for k, v in vars(f).items()})
+    if all(a is b or a is new for a, b in zip(_held(new), _held(f), strict=True)):
+        memo[id(f)] = f
     return memo[id(f)]
+
+
+def _held(f: FunctionType) -> Iterator[Any]:
+    yield from f.__defaults__ or ()
+    yield from (f.__kwdefaults__ or {}).values()
+    for cell in f.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents

@@ -53,9 +53,8 @@ def _recorded(node: fx.Node, given: Sequence[Tensor], batch: Any) -> tuple[fx.Gr
 
     def run(*flat: Tensor) -> Sequence[Tensor | None]:
         inputs = [t.detach().requires_grad_(is_differentiable(t)) for t in flat[: len(given)]]
-        args, kwargs = map_arg(
-            (node.args, node.kwargs), dict(zip(node.all_input_nodes, inputs, strict=True)).get
-        )
+        of = dict(zip(node.all_input_nodes, inputs, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), of.__getitem__)
         with torch.enable_grad():
             outputs = trees.tensors(function(*args, **kwargs))
         arriving = zip(filter(is_differentiable, outputs), flat[len(given) :], strict=True)
