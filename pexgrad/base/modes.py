@@ -23,7 +23,6 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import trees
 from .fakes import TRACING
@@ -54,8 +53,11 @@ def without_autocast(device: str) -> Any:
 
 
 def users_modes() -> list[Any]:
-    """The modes around a call, of torch's functions and of its operations, that are neither torch's own nor ours."""
-    around = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    """The modes of torch's functions around a call that are neither torch's own nor ours.
+
+    A mode of its operations sees those that a call makes, whenever it was traced.
+    """
+    around = _get_current_function_mode_stack()
     return [mode for mode in around if not type(mode).__module__.startswith(("torch.", "pexgrad."))]
 
 
