@@ -20,7 +20,7 @@ from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.reads import names_in, of_class, of_function
 from ..inputs.rebind import Bound, rebind, shared, uncached
-from ..inputs.snapshot import MACHINERY, snapshot
+from ..inputs.snapshot import plain_attributes, snapshot
 
 
 def refuse_remembered(model: Bound, loss: Any, call: Call) -> None:
@@ -50,8 +50,8 @@ def _filled(model: nn.Module, call: Call) -> Iterator[str]:
     with StandStill(), torch.enable_grad(), uncached():
         copied(*args, **kwargs)
     for module in copied.modules():
-        for name, held in vars(module).items():
-            if name not in MACHINERY and any(
+        for name, held in plain_attributes(module).items():
+            if any(
                 isinstance(t, Tensor) and t.grad_fn is not None and id(t) not in before for t in shared(held)
             ):
                 yield name

@@ -269,9 +269,8 @@ def _writes(node: fx.Node) -> bool:
 
 def _refuse_stop_gradients(pipeline: Pipeline) -> None:
     for node in pipeline.program.module.graph.nodes:
-        if node.target in (aten.detach.default, torch._C._set_grad_enabled) or not _has_its_own_derivative(
-            node
-        ):
+        stops = node.target in (aten.detach.default, torch._C._set_grad_enabled)
+        if stops or not _has_its_own_derivative(node):
             raise TraceError(
                 f"the model stops or changes gradients ({operation(node)} at {node.meta.get('source', '')}), which a flat "
                 "graph keeps for the rows but not for derivatives of the rows; leave create_graph off, or differentiate the "

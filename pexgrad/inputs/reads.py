@@ -77,19 +77,12 @@ def functions_of_class(kind: type) -> list[tuple[str, FunctionType]]:
 
 def reaches(kind: type, held: Iterable[Any], own: set[int]) -> bool:
     """Whether the methods of a module's class, or functions that it holds, find any of these objects among their globals."""
-    left = [f for _, f in of_class(kind)] + [_function(f) for f in held]
-    seen = set[FunctionType]()
-    while left:
-        function = left.pop()
-        if not isinstance(function, FunctionType) or function in seen:
-            continue
-        seen.add(function)
+    for function in _code_from([*(f for _, f in of_class(kind)), *map(_function, held)]):
         for _, value in _among_globals(function):
             inside = value.values() if isinstance(value, dict) else value
             among = inside if isinstance(value, dict | list | tuple) and len(value) <= MANY else ()
             if any(id(v) in own for v in (value, *among)):
                 return True
-        left += [f for _, value in _beside(function) for f in _functions_of(value, names_in(function))]
     return False
 
 
@@ -119,22 +112,21 @@ def names_in_code(function: FunctionType | MethodType) -> frozenset[str]:
 
 def reached(functions: Iterable[FunctionType], kind: type | None = None) -> frozenset[str]:
     """The names in functions' code, and in that of the user's functions and classes, and methods of a class, that they name."""
-    left, seen, names = list(functions), set[FunctionType](), set[str]()
-    if kind is not None:
-        left += _unnamed(kind)
+    return frozenset[str]().union(*map(names_in, _code_from(functions, kind)))
+
+
+def _code_from(held: Iterable[Any], kind: type | None = None) -> Iterator[FunctionType]:
+    """The functions among what is held, and the user's that they reach by name, each once; with `kind` its methods too."""
+    left, seen = [*held, *(() if kind is None else _unnamed(kind))], set[FunctionType]()
     while left:
         function = left.pop()
-        if function in seen:
+        if not isinstance(function, FunctionType) or function in seen:
             continue
         seen.add(function)
-        found = names_in(function)
-        left += [f for _, held in _beside(function) for f in _functions_of(held, found)]
-        if kind is not None:
-            left += [
-                f for n in found - names if isinstance(f := _function(getattr(kind, n, None)), FunctionType)
-            ]
-        names |= found
-    return frozenset(names)
+        yield function
+        names = names_in(function)
+        left += [f for _, value in _beside(function) for f in _functions_of(value, names)]
+        left += [] if kind is None else [_function(getattr(kind, n, None)) for n in names]
 
 
 def _beside(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -166,7 +158,7 @@ def _methods(kind: type, names: frozenset[str]) -> list[FunctionType]:
     left = {n: f for n, f in of_class(kind) if isinstance(f, FunctionType)}
     found: list[FunctionType] = []
     called = set(names)
-    while now := [n for n in left if n in called or n in _MAKES or (n.startswith("__") and n not in _APART)]:
+    while now := [n for n in left if n in called or n in _MAKES or _is_unnamed(n)]:
         found += (methods := [left.pop(n) for n in now])
         called.update(*map(names_in, methods))
     return found
@@ -192,14 +184,13 @@ _APART = frozenset({
 _MAKES = ("__init__", "__new__", "__post_init__")
 
 
+def _is_unnamed(name: str) -> bool:
+    return name.startswith("__") and name not in _APART
+
+
 def _unnamed(kind: type) -> list[FunctionType]:
     """The special methods of a user's class, which code calls without a name: `table[i]`, `with scale:`, `op(x)`."""
-    special = [
-        _function(v)
-        for c in _own_bases(kind)
-        for n, v in vars(c).items()
-        if n.startswith("__") and n not in _APART
-    ]
+    special = [_function(v) for c in _own_bases(kind) for n, v in vars(c).items() if _is_unnamed(n)]
     return [f for f in special if isinstance(f, FunctionType)]
 
 

@@ -23,7 +23,7 @@ from ..errors import InputError, TraceError
 from .generators import is_generator
 from .reads import is_users, reaches
 from .rewire import rewire
-from .snapshot import MACHINERY
+from .snapshot import plain_attributes
 
 
 def shared(value: Any, depth: int = 3) -> Iterator[Any]:
@@ -55,7 +55,7 @@ def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         return rebind(model.module, {k.removeprefix("module."): t for k, t in tensors.items()})
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for v in shared({k: v for k, v in vars(module).items() if k not in MACHINERY}):
+        for v in shared(plain_attributes(module)):
             memo[id(v)] = v
     for name, t in named_tensors(model).items():
         memo[id(t)] = tensors.get(name, t)
@@ -162,9 +162,7 @@ def uncached() -> Iterator[None]:
 def _reaches_itself(model: nn.Module) -> bool:
     """Whether code of the module finds its tensors or modules among globals, which no copy of the module changes."""
     own = {id(v) for v in (*model.modules(), *named_tensors(model).values())}
-    return any(
-        reaches(type(m), [v for k, v in vars(m).items() if k not in MACHINERY], own) for m in model.modules()
-    )
+    return any(reaches(type(m), plain_attributes(m).values(), own) for m in model.modules())
 
 
 class _Substitution(TorchFunctionMode):

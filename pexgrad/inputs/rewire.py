@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from .reads import MANY, functions_of_class
-from .snapshot import HOOKS, MACHINERY
+from .snapshot import HOOKS, plain_attributes
 
 Memo = dict[int, Any]  # that of `copy.deepcopy`: the identity of what has been copied -> its copy
 
@@ -38,7 +38,7 @@ def rewire(copied: nn.Module, memo: Memo) -> None:
 
 def _holders(module: nn.Module) -> Iterator[dict[Any, Any]]:
     held = vars(module)
-    if any(isinstance(v, _CODE) for k, v in held.items() if k not in MACHINERY):
+    if any(isinstance(v, _CODE) for v in plain_attributes(module).values()):
         yield held
     yield from (held[hooks] for hooks in HOOKS if held.get(hooks))
 

@@ -131,6 +131,11 @@ _FEW = 64  # numbers that are looked at
 _MOST = 1 << 16  # values that are remembered
 
 
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds beside what every module has."""
+    return {k: v for k, v in vars(module).items() if k not in MACHINERY}
+
+
 def snapshot(model: Callable[..., Any]) -> Snapshot:
     """What a module, a function or any other callable holds and reads."""
     found, seen = Snapshot({}, {}, [], {}), set[Any]()
@@ -161,7 +166,7 @@ def _note_modules(root: nn.Module, found: Snapshot, seen: set[Any], *, named: bo
     for m in modules:
         held = vars(m)
         found.references.extend((m, type(m)))
-        _note([(k, v) for k, v in held.items() if k not in MACHINERY], found, seen, names)
+        _note(plain_attributes(m).items(), found, seen, names)
         for hooks in HOOKS:
             if held.get(hooks):
                 _note(enumerate(held[hooks].values()), found, seen, names)
