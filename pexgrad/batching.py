@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from .base import nested, trees
 from .base.checks import one_of, positive_int
 from .calls.compose import Composable
 from .calls.loaders import Unpack, pairs
+from .calls.members import run_members
 from .calls.results import check_joinable, join
 from .calls.transforms import PerExampleGrad, PerExampleValueAndGrad
 from .errors import InputError
@@ -104,23 +105,18 @@ def ensemble(fn: Function, *, stacked_data: bool = False, how: str = "auto") -> 
             data = (trees.map_tensors(lambda t: t[i], tree) if stacked_data else tree for tree in (x, y))
             return (_select(params, i), *data)
 
-        if how != "one by one" and _is_composable(fn):
-            together = cast(Composable, fn).of_members(
-                params, x, y, members, stacked_data, TOGETHER // members if how == "auto" else None
-            )
+        if how != "one by one" and isinstance(fn, Composable):
+            most = TOGETHER // members if how == "auto" else None
+            together = run_members(fn, params, x, y, members, stacked_data, most)
             if together is not None:
                 return together
         elif how == "together":
             raise InputError(f"{type(fn).__name__} is no transform of pexgrad, and has no flat graph")
-        if _fills_buffers(fn) and not nested.is_nested(params):
+        if isinstance(fn, PerExampleGrad) and not fn._options.create_graph and not nested.is_nested(params):
             return _into_one(fn, members, arguments)
         return _stack([fn(*arguments(i)) for i in range(members)])
 
     return over_members
-
-
-def _is_composable(fn: Function) -> bool:
-    return isinstance(fn, Composable)
 
 
 def _members(params: Mapping[str, Any]) -> int:
@@ -142,11 +138,7 @@ def _select(params: Mapping[str, Any], i: int) -> dict[str, Any]:
     return {k: _select(p, i) if isinstance(p, Mapping) else p[i] for k, p in params.items()}
 
 
-def _fills_buffers(fn: Function) -> bool:
-    return isinstance(fn, PerExampleGrad) and not fn._options.create_graph
-
-
-def _into_one(fn: Function, members: int, arguments: Callable[[int], tuple[Any, Any, Any]]) -> Any:
+def _into_one(fn: PerExampleGrad, members: int, arguments: Callable[[int], tuple[Any, Any, Any]]) -> Any:
     """The rows of each member written into its slice of one tensor."""
     with_losses = isinstance(fn, PerExampleValueAndGrad)
     first = fn(*arguments(0))

@@ -137,7 +137,7 @@ def test_sums_with_parts(name):
     want = rows_of(model, loss, x, None)
     fn = pexgrad.per_example_grad(model, loss)
     assert_rows_equal(fn(params, x), want)
-    ((pipeline,),) = fn._pipelines.values()
+    (pipeline,) = fn._traces
     assert len(pipeline.program.parts) == PARTS.get(name, 0)
     J = pexgrad.per_example_jacobian(model, loss)(params, x)
     assert_rows_equal(J.norms(per_param=True), {k: r.flatten(1).norm(dim=1) for k, r in want.items()})

@@ -32,7 +32,7 @@ def soon(monkeypatch):
 
 
 def graphs(fn):
-    return [known.graph for known in fn._repeats._known.values() if known.graph is not None]
+    return [known.graph for known in fn._graphs.repeats._known.values() if known.graph is not None]
 
 
 def same_bits(a, b):
@@ -454,7 +454,7 @@ def test_large_calls_and_slower_graphs_are_left(monkeypatch):
     fn = pexgrad.per_example_grad(model)
     for _ in range(3):
         fn(params, x, y)
-    assert not fn._repeats._known
+    assert not fn._graphs.repeats._known
 
 
 def test_what_fails_in_a_graph_is_answered_without_one(monkeypatch):

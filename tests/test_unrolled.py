@@ -77,7 +77,7 @@ def test_the_graph_is_that_of_all_steps_traced(kind, monkeypatch):
         model, params, x, y = case(kind, 5)
         fn = pexgrad.per_example_grad(model, squares)
         fn(params, x, y)
-        (pipeline,) = [p for known in fn._pipelines.values() for p in known]
+        (pipeline,) = fn._traces
         nodes = pipeline.trace.graph.nodes
         shapes = [getattr(n.meta.get("val"), "shape", None) for n in nodes]
         return [(n.op, str(n.target), str(s), n.meta.get("path")) for n, s in zip(nodes, shapes, strict=True)]

@@ -125,7 +125,7 @@ def _call(tensors: list[Tensor], name: str, template: str, cast: str) -> list[Te
     device = tensors[0].device.type
     autocast = torch.autocast(device, getattr(torch, cast or "bfloat16"), enabled=bool(cast))
     with _with_autograd(), autocast:
-        result = pytree.tree_leaves(transform(params, x, y, **options))  # pyright: ignore[reportCallIssue]
+        result = pytree.tree_leaves(transform(params, x, y, **options))
     like = _fake_call(tensors, name, template, cast, device="meta")
     # an operation's results may not share memory, and are laid out as the compiler was told
     return [

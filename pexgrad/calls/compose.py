@@ -14,26 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from ..base import modes, nested, trees
 from ..base.fakes import TRACING
 from ..base.modes import without_autocast
 from ..errors import InputError, TraceError
-from ..flat.lower import Lowered, lower
+from ..flat.lower import Lowered
 from ..flat.lowered_module import with_arguments
-from ..flat.stacked import is_random, run_stacked
-from ..flat.stacking import Stacked
 from ..inputs.arguments import Options, Params, check_call
 from ..inputs.call import Call
 from ..inputs.rebind import Bound
-from ..inputs.snapshot import Held, Place, Snapshot, snapshot
+from ..inputs.snapshot import snapshot
 from ..operator.jacobian import Jacobian
-from ..pipeline import Pipeline
 from . import compiled
+from .graphs import Graphs
 from .pickling import Pickled
-from .repeats import Repeats
 from .results import nest
+from .traces import Traces
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -117,15 +114,14 @@ class Composable(Pickled):
     """The part of a transform that is about what is around it."""
 
     _options: Options
+    __call__: Callable[..., Any]
 
     def _reset(self) -> None:
-        """Forget everything that was traced."""
-        self._pipelines: dict[Any, list[Pipeline]] = {}
-        self._kept_alive: list[list[Any]] = []  # what the keys of _pipelines identify
-        self._lowered: dict[tuple[Pipeline, int], list[Lowered]] = {}
-        # what the user's functions read when these were recorded, and the tensors among it as they were
-        self._reads: list[tuple[Snapshot, dict[Place, Held]]] | None = None
-        self._repeats = Repeats()
+        """Begin without anything that was traced."""
+        self._traces = Traces(
+            self._model, self._loss, verified=self._options.verify, owner=type(self).__name__
+        )
+        self._graphs = Graphs(self._written_in())
         self._by_structure: dict[nested.Structure, Self] = {}
         self._handle = compiled.handle(self)
 
@@ -147,9 +143,6 @@ class Composable(Pickled):
     def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
         raise NotImplementedError
 
-    def _pipeline(self, call: Call) -> Pipeline:
-        raise NotImplementedError
-
     def _flat(self, paths: nested.Structure) -> Self:
         """The same transform of the flat dict of parameters."""
         with TRACING:
@@ -157,6 +150,7 @@ class Composable(Pickled):
                 other = copy.copy(self)
                 if not self._model.is_module:  # a module takes the flat dict anyway
                     other._model = Bound(nested.taking_flat(self._model.model, paths))
+                    other._reset()
                 self._by_structure[paths] = other
             return self._by_structure[paths]
 
@@ -211,31 +205,7 @@ class Composable(Pickled):
             raise TraceError(
                 f'strategy={self._options.strategy!r} has no flat graph: it runs the model itself; use "crb"'
             )
-        with TRACING:
-            pipeline = self._pipeline(call)
-            self._notice_reads()
-            known = self._lowered.setdefault((pipeline, len(further)), [])
-            for lowered in known:
-                if lowered.serves(call.batch):
-                    return lowered
-            known.append(lower(pipeline, call, self._options, self._answer, further))
-            return known[-1]
-
-    def _notice_reads(self) -> None:
-        """Forget the graphs where a function of the user's that is written into them holds or reads something else.
-
-        A tensor is in a graph itself, whatever its numbers become, unless Python code took one out of it.
-        """
-        reads = [snapshot(function) for function in self._written_in()]
-        same = self._reads is not None and all(
-            new.same(old) for new, (old, _) in zip(reads, self._reads, strict=True)
-        )
-        if same and any(graph.reads_numbers for known in self._lowered.values() for graph in known):
-            same = all(new.holds(tensors) for new, (_, tensors) in zip(reads, self._reads or [], strict=True))
-        if not same:
-            self._lowered.clear()
-            self._repeats.clear()
-            self._reads = [(found, found.contents()) for found in reads]
+        return self._graphs.of(self._traces.of(call), call, self._options, self._answer, further)
 
     def _written_in(self) -> list[Callable[..., Any]]:
         """The user's functions that a recorded graph has written into it."""
@@ -285,43 +255,3 @@ class Composable(Pickled):
         values = [*replace(call, x=x, y=y).flat(), *further]
         with without_autocast(values[0].device.type):
             return lowered.run(values)
-
-    def of_members(
-        self, params: Mapping[str, Any], x: Any, y: Any, members: int, stacked_data: bool, most: int | None
-    ) -> Any:
-        """The results of several members in one run of the flat graph, the members on dimension 0 of `params`.
-
-        None, with `most`, where the call has no such graph or a member's rows take more than that many bytes.
-        """
-        if nested.is_nested(params):
-            flat, named, whole = self._by_name(params)
-            found = flat.of_members(named, x, y, members, stacked_data, most)
-            return None if found is None else whole(found)
-        with modes.outside_transforms(), modes.recording():
-            params, x, y = map(modes.recordable, (dict(params), x, y))
-            one = (trees.map_tensors(lambda t: t[0], tree) if stacked_data else tree for tree in (x, y))
-            call = check_call(self._model, {k: p[0] for k, p in params.items()}, *one)
-            if most is not None and (
-                self._options != Options(verify=self._options.verify) or call.bytes_of_rows() > most
-            ):
-                return None
-            try:
-                if self._options.create_graph:
-                    raise InputError(
-                        'members run together without autograd: with create_graph use how="one by one"'
-                    )
-                lowered = self._graph(call)
-                if is_random(lowered.module):
-                    raise TraceError(
-                        "each member draws random numbers of its own, so members cannot run together"
-                    )
-            except (InputError, TraceError):
-                if most is None:
-                    raise
-                return None
-        own = [Stacked(params[k].detach()) if k in params else p.detach() for k, p in call.params.items()]
-        data = [*trees.tensors(trees.as_call(x)), *trees.tensors(y)]
-        values = [*own, *call.buffers, *(map(Stacked, data) if stacked_data else data)]
-        with torch.no_grad(), without_autocast(call.params[next(iter(params))].device.type):
-            flat = run_stacked(lowered.module, values, members)
-        return pytree.tree_unflatten(flat, lowered.spec)

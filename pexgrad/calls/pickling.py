@@ -22,9 +22,10 @@ class Pickled:
 
     _model: Bound
     _loss: ExampleLosses
+    _traced = ("_traces", "_graphs", "_by_structure", "_handle")  # attributes that a copy makes anew
 
     def _reset(self) -> None:
-        """Forget everything that was traced."""
+        """Begin without anything that was traced: sets those attributes."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
@@ -34,9 +35,7 @@ class Pickled:
 
     def _state(self) -> dict[str, Any]:
         """What the transform is made of, without what it has traced."""
-        traced = object.__new__(type(self))
-        traced._reset()
-        return {k: v for k, v in vars(self).items() if k not in vars(traced)}
+        return {k: v for k, v in vars(self).items() if k not in self._traced}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

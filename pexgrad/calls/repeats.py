@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,13 @@ from torch.utils import _pytree as pytree
 from ..base import trees
 from ..base.fakes import TRACING
 from ..base.modes import without_autocast
-from ..flat.lower import Lowered, lower
+from ..flat.lower import Lowered
 from ..flat.plain import is_plain, is_plain_loss
 from ..flat.running import without_autograd, writing_rows
+from ..inputs.arguments import Options
 from ..inputs.call import Call
+from ..inputs.loss import ExampleLosses
 from ..pipeline import Pipeline
-
-if TYPE_CHECKING:
-    from .compose import Composable
 
 Buffers = Mapping[str, Tensor] | None
 
@@ -60,20 +59,17 @@ class Repeats:
 
     def answer(
         self,
-        transform: Composable,
+        pipeline: Pipeline,
         call: Call,
-        eagerly: Callable[[Pipeline | None], Any],
+        eagerly: Callable[[Pipeline], Any],
+        record: Callable[[], Lowered],
         out: Buffers = None,
     ) -> Any:
         """What `eagerly(pipeline)` returns, by the graph where there is one; either writes rows into `out` where that is given.
 
-        The pipeline is that of the whole call, where it has been looked up.
+        `record()` is the graph of the call, for its batch size alone.
         """
-        if not _may_repeat(transform, call):
-            return eagerly(None)
         with TRACING:
-            transform._notice_reads()
-            pipeline = transform._pipeline(call)
             known = self._known.setdefault((pipeline, call.batch, out is not None), _Repeated())
         if known.graph is not None:
             return _run(known.graph, call, out)
@@ -82,23 +78,24 @@ class Repeats:
         known.seconds = min(known.seconds, time.perf_counter() - start)
         known.made += 1
         if _is_due(known, len(pipeline.program.module.graph.nodes)):
-            known.graph = _graph_as_good(transform, pipeline, call, answer, out, known.seconds)
+            known.graph = _graph_as_good(record, pipeline, call, answer, out, known.seconds)
         return answer
+
+
+def may_repeat(call: Call, loss: ExampleLosses, options: Options) -> bool:
+    """Whether a call is small and plain: tensors in and out, nothing around it, nothing in it that may do more than compute."""
+    device = next(iter(call.params.values())).device.type
+    plain = options.strategy == "crb" and not options.create_graph and options.chunk_size is None
+    special = torch.is_autocast_enabled(device) or torch.is_anomaly_enabled()
+    outside = forward_ad._current_level < 0 and not special
+    small = 0 < call.bytes_of_rows() <= SMALL
+    return plain and outside and small and is_plain_loss(loss) and _takes_tensors(call)
 
 
 def _is_due(known: _Repeated, operations: int) -> bool:
     """Whether a call has been made so often that it is worth lowering; true once at most."""
     often = OFTEN * min(1 + operations // LONG, 3)
     return known.made == often + 1 and known.seconds < WORTHWHILE * operations
-
-
-def _may_repeat(transform: Composable, call: Call) -> bool:
-    options, device = transform._options, next(iter(call.params.values())).device.type
-    plain = options.strategy == "crb" and not options.create_graph and options.chunk_size is None
-    special = torch.is_autocast_enabled(device) or torch.is_anomaly_enabled()
-    outside = forward_ad._current_level < 0 and not special
-    small = 0 < call.bytes_of_rows() <= SMALL
-    return plain and outside and small and is_plain_loss(transform._loss) and _takes_tensors(call)
 
 
 def _takes_tensors(call: Call) -> bool:
@@ -109,7 +106,7 @@ def _takes_tensors(call: Call) -> bool:
 
 
 def _graph_as_good(
-    transform: Composable, pipeline: Pipeline, call: Call, answer: Any, out: Buffers, seconds: float
+    record: Callable[[], Lowered], pipeline: Pipeline, call: Call, answer: Any, out: Buffers, seconds: float
 ) -> Lowered | None:
     """The graph of a call that was answered in so many seconds, if it gives the same bits faster."""
     try:
@@ -117,9 +114,10 @@ def _graph_as_good(
             return None
         if not pipeline.losses.are_of_one_tensor(pipeline.program.run(call.values()).outputs, call.y):
             return None
-        graph = _record(transform, pipeline, call)
+        graph = record()
         if graph.reads_numbers:  # out of a tensor that may change in place
             return None
+        graph = replace(graph, module=without_autograd(graph.module))
         if out is not None:
             graph = replace(graph, module=writing_rows(graph.module, len(out)))
             # not into the user's own, which are the answer
@@ -129,14 +127,6 @@ def _graph_as_good(
         return graph if min(_seconds(graph, call, out) for _ in range(10)) < seconds else None
     except Exception:  # noqa: BLE001 - there is an answer, and whatever a graph fails of, the calls do without it
         return None
-
-
-def _record(transform: Composable, pipeline: Pipeline, call: Call) -> Lowered:
-    """The graph of a call as it is made, for this batch size and for runs without autograd."""
-    options = replace(transform._options, verify=False)  # the bits will be compared
-    with TRACING:
-        lowered = lower(pipeline, call, options, transform._answer, any_batch=False)
-    return replace(lowered, module=without_autograd(lowered.module))
 
 
 def _seconds(graph: Lowered, call: Call, out: Buffers) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,39 +11,27 @@ from torch import Tensor, nn
 
 from ..base import nested, trees
 from ..base.fakes import TRACING
-from ..base.modes import differentiable_kernels, uncompiled, unvalidated, users_modes
+from ..base.modes import differentiable_kernels
 from ..base.still import StandStill
 from ..definition.remembered import refuse_remembered
 from ..definition.strategies import LOOPS
-from ..definition.verify import refuse_mixing, verify
-from ..errors import (
-    ANY_MODEL,
-    InputError,
-    LossError,
-    MixedExamplesError,
-    PexgradError,
-    TraceError,
-    VerificationError,
-)
+from ..errors import InputError
+from ..flat.lower import Lowered, lower
 from ..inputs.arguments import Options, Params, check_call, check_out
 from ..inputs.call import Call, example_numbers
-from ..inputs.generators import States
 from ..inputs.loss import ExampleLosses
-from ..inputs.reads import forget_names
-from ..inputs.rebind import Bound, global_hooks, refuse_backward_hooks
-from ..inputs.snapshot import held_by
+from ..inputs.rebind import Bound
 from ..inputs.torch_losses import Loss
 from ..operator.clipping import Clipping
 from ..operator.jacobian import Jacobian
-from ..pipeline import Pipeline, build
+from ..pipeline import Pipeline
 from ..stages.layout import UntoldError
 from .compose import Composable, composable
 from .explain import Explanation, explain
+from .repeats import may_repeat
 from .results import Clipped, join
 
 Model = nn.Module | Callable[..., Any]
-
-_TRACES_OF_A_KIND = 8  # from which on they are worth a warning
 
 
 class Transform(Composable):
@@ -64,9 +52,7 @@ class Transform(Composable):
     @property
     def trace_count(self) -> int:
         """How many times the model has been traced so far."""
-        return sum(map(len, self._pipelines.values())) + sum(
-            t.trace_count for t in self._by_structure.values()
-        )
+        return sum(1 for _ in self._traces) + sum(t.trace_count for t in self._by_structure.values())
 
     @composable
     def explain(self, params: Params, x: Any, y: Any = None) -> Explanation:
@@ -96,7 +82,7 @@ class Transform(Composable):
             try:
                 return pipeline.jacobian(at, o)
             except UntoldError:  # this call can tell
-                return self._traced_anew(pipeline, call).jacobian(at, o)
+                return self._traces.anew(pipeline, call).jacobian(at, o)
 
     def _run(self, call: Call, pipeline: Pipeline | None = None) -> Any:
         """The result, from those of the chunks; the pipeline may be given for a call of one chunk."""
@@ -112,110 +98,30 @@ class Transform(Composable):
 
     def _pipeline_or_none(self, call: Call) -> Pipeline | None:
         """None for the loops, which trace nothing."""
-        return self._pipeline(call) if self._options.strategy == "crb" else None
+        return self._traces.of(call) if self._options.strategy == "crb" else None
 
-    def _pipeline(self, call: Call) -> Pipeline:
-        key = self._signature(call)
+    def _repeated(
+        self,
+        call: Call,
+        eagerly: Callable[[Pipeline | None], Any],
+        out: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """What `eagerly(pipeline)` returns: where a small call is made often, from a graph of it; either writes rows into `out`.
+
+        The pipeline is that of the whole call, where it has been looked up.
+        """
+        if not may_repeat(call, self._loss, self._options):
+            return eagerly(None)
         with TRACING:
-            known = self._pipelines.setdefault(key, [])
-            for pipeline in known:
-                if pipeline.serves(call):
-                    return pipeline
-            refuse_backward_hooks(self._model.model)
-            self._warn_of_changes(key)
-            with uncompiled(), unvalidated():
-                pipeline = self._build(call)
-            known.insert(0, pipeline)  # it may take the place of one that no longer serves
-            leaves = trees.flatten((trees.as_call(call.x), call.y))[0]
-            others = [held for v in leaves if not isinstance(v, Tensor) for held in held_by(v)]
-            others += [held for mode in users_modes() for held in (mode, *held_by(vars(mode)))]
-            self._kept_alive.append(call.module.references + others)
-            return pipeline
+            self._graphs.notice_reads()
+            pipeline = self._traces.of(call)
 
-    def _traced_anew(self, pipeline: Pipeline, call: Call) -> Pipeline:
-        with TRACING:
-            known = self._pipelines[self._signature(call)]
-            if pipeline in known:
-                known.remove(pipeline)
-            return self._pipeline(call)
+        def record() -> Lowered:
+            options = replace(self._options, verify=False)  # the bits will be compared
+            with TRACING:
+                return lower(pipeline, call, options, self._answer, any_batch=False)
 
-    def _warn_of_changes(self, key: Any) -> None:
-        """Warn where the same inputs have been traced again and again, for something else that has changed."""
-        others = [k for k, known in self._pipelines.items() if known and k[1:] == key[1:]]
-        if len(others) == _TRACES_OF_A_KIND:
-            warnings.warn(
-                f"{type(self).__name__} has been traced {len(others)} times for inputs of one kind, because something that the "
-                "model holds or its code reads keeps changing (a counter, a setting). Each trace takes time and memory: pass "
-                "what changes as an input, or keep it out of the model",
-                stacklevel=2,
-            )
-
-    def _build(self, call: Call) -> Pipeline:
-        forget_names()
-        try:
-            refuse_remembered(self._model, self._loss.loss, call)
-            pipeline, sample = build(self._model, self._loss, call)
-            if self._options.verify:
-                refuse_mixing(pipeline)
-                verify(pipeline, self._model, self._loss, call, sample)
-        except (MixedExamplesError, LossError, VerificationError):
-            raise
-        except Exception as e:
-            self._raise_own_error(call)
-            if isinstance(e, PexgradError):
-                raise
-            raise TraceError(
-                f"the model's graph cannot be evaluated: {type(e).__name__}: {e}; {ANY_MODEL}"
-            ) from e
-        return pipeline
-
-    def _raise_own_error(self, call: Call) -> None:
-        """Where the model or the loss itself fails on this batch, let its own error be the one that is seen."""
-        params = {k: p.detach().clone().requires_grad_(k in call.trainable) for k, p in call.params.items()}
-        # random numbers are neither drawn nor seeded, and the model may differentiate on its way
-        drawn = States(call.module.references)
-        with (
-            torch.random.fork_rng(devices=()),
-            drawn,
-            StandStill(),
-            torch.enable_grad(),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")  # the model's own, given before
-            self._loss.loss(self._model.run(params, call.x), call.y)
-
-    def _signature(self, call: Call) -> Any:
-        leaves, spec = trees.flatten(trees.as_call(call.x))
-        y_leaves, y_spec = trees.flatten(call.y)
-        return (
-            call.module.fingerprint(),
-            tuple((k, p.shape, p.dtype, p.device, p.stride()) for k, p in call.params.items()),
-            tuple((k, b.shape, b.dtype, b.device, _strides(b)) for k, b in call.module.buffers.items()),
-            tuple(call.trainable),
-            spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
-            tuple(map(_autocast, sorted({"cpu", *(p.device.type for p in call.params.values())}))),
-            global_hooks(), torch.get_default_dtype(), torch.get_default_device(),
-            tuple((type(mode), *map(id, held_by(vars(mode)))) for mode in users_modes()),
-        )  # fmt: skip
-
-
-def _autocast(device: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _strides(t: Tensor) -> tuple[int, ...] | None:
-    return t.stride() if t.layout is torch.strided else None
-
-
-def _describe(v: Any) -> Any:
-    """What a trace depends on in an input leaf: everything of a tensor but its batch size, all that any other value holds."""
-    if isinstance(v, Tensor):
-        return v.shape[1:], v.dtype, v.device, v.stride()[1:]
-    # 1, 1.0 and True are equal, but not the same argument to a model
-    if isinstance(v, bool | int | float | str | None):
-        return type(v), v
-    numbers = v.tobytes() if hasattr(v, "tobytes") else None  # of an array, which may change in place
-    return tuple(map(id, held_by(v))), numbers
+        return self._graphs.repeats.answer(pipeline, call, eagerly, record, out)
 
 
 class PerExampleGrad(Transform):
@@ -227,7 +133,7 @@ class PerExampleGrad(Transform):
     ) -> Any:
         call = self._check(params, x, y)
         buffers = None if out is None else check_out(out, call, self._options.create_graph)
-        return self._repeats.answer(self, call, lambda known: self._into(buffers, call, known), buffers)
+        return self._repeated(call, lambda known: self._into(buffers, call, known), buffers)
 
     def _into(self, buffers: dict[str, Tensor] | None, call: Call, pipeline: Pipeline | None) -> Any:
         """The result, with the rows written into memory where that is given."""
@@ -275,13 +181,13 @@ class PerExampleGradNorm(Transform):
     """`(params, x, y=None) -> (B,)`, or `{name: (B,)}`; made by `per_example_grad_norm`."""
 
     def __init__(self, model: Model, loss: Loss, options: Options, per_param: bool):
-        super().__init__(model, loss, options)
         self._per_param = per_param
+        super().__init__(model, loss, options)
 
     @composable
     def __call__(self, params: Params, x: Any, y: Any = None) -> Any:
         call = self._check(params, x, y)
-        return self._repeats.answer(self, call, lambda known: self._run(call, known))
+        return self._repeated(call, lambda known: self._run(call, known))
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.norms(self._per_param)
@@ -315,8 +221,8 @@ class ClippedGrad(Transform):
     """`(params, x, y=None, mask=None) -> Clipped`; made by `clipped_grad`."""
 
     def __init__(self, model: Model, loss: Loss, options: Options, clipping: Clipping):
-        super().__init__(model, loss, options)
         self._clipping = clipping
+        super().__init__(model, loss, options)
 
     @property
     def sensitivity(self) -> float | None:
@@ -329,7 +235,7 @@ class ClippedGrad(Transform):
         if mask is None:
             if callable(self._clipping.how):  # it may do more than a recording of it, such as keep the norms
                 return self._run(call)
-            return self._repeats.answer(self, call, lambda known: self._run(call, known))
+            return self._repeated(call, lambda known: self._run(call, known))
         part = self._run(call.chosen(mask))
         return Clipped(part.grads, _spread(part.norms, mask), _spread(part.losses, mask))
 

@@ -1,0 +1,56 @@
+"""The flat graphs of a transform's calls: recorded on demand, kept and looked up again, or forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..base.fakes import TRACING
+from ..flat.lower import Answer, Lowered, lower
+from ..inputs.arguments import Options
+from ..inputs.call import Call
+from ..inputs.snapshot import Held, Place, Snapshot, snapshot
+from ..pipeline import Pipeline
+from .repeats import Repeats
+
+
+class Graphs:
+    """Flat graphs by pipeline, and those of `Repeats`: for as long as the user's functions in `written_in` stay as they are."""
+
+    def __init__(self, written_in: Sequence[Callable[..., Any]]):
+        self.repeats = Repeats()
+        self._written_in = written_in
+        self._known: dict[tuple[Pipeline, int], list[Lowered]] = {}
+        # what the functions read when these were recorded, and the tensors among it as they were
+        self._reads: list[tuple[Snapshot, dict[Place, Held]]] | None = None
+
+    def of(
+        self, pipeline: Pipeline, call: Call, options: Options, answer: Answer, further: Sequence[Tensor]
+    ) -> Lowered:
+        """The graph that serves a call, recorded now if none does."""
+        with TRACING:
+            self.notice_reads()
+            known = self._known.setdefault((pipeline, len(further)), [])
+            for lowered in known:
+                if lowered.serves(call.batch):
+                    return lowered
+            known.append(lower(pipeline, call, options, answer, further))
+            return known[-1]
+
+    def notice_reads(self) -> None:
+        """Forget the graphs where a function of the user's that is written into them holds or reads something else.
+
+        A tensor is in a graph itself, whatever its numbers become, unless Python code took one out of it.
+        """
+        reads = [snapshot(function) for function in self._written_in]
+        same = self._reads is not None and all(
+            new.same(old) for new, (old, _) in zip(reads, self._reads, strict=True)
+        )
+        if same and any(graph.reads_numbers for known in self._known.values() for graph in known):
+            same = all(new.holds(tensors) for new, (_, tensors) in zip(reads, self._reads or [], strict=True))
+        if not same:
+            self._known.clear()
+            self.repeats.clear()
+            self._reads = [(found, found.contents()) for found in reads]

@@ -1,0 +1,57 @@
+"""The signature of a call: what a trace depends on, so that calls of one signature share theirs at any batch size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base import trees
+from ..base.modes import users_modes
+from ..inputs.call import Call
+from ..inputs.rebind import global_hooks
+from ..inputs.snapshot import held_by
+
+
+def signature(call: Call) -> Any:
+    """Equal for calls of one kind; what the module holds and reads comes first. Objects are told apart by identity."""
+    leaves, spec = trees.flatten(trees.as_call(call.x))
+    y_leaves, y_spec = trees.flatten(call.y)
+    return (
+        call.module.fingerprint(),
+        tuple((k, p.shape, p.dtype, p.device, p.stride()) for k, p in call.params.items()),
+        tuple((k, b.shape, b.dtype, b.device, _strides(b)) for k, b in call.module.buffers.items()),
+        tuple(call.trainable),
+        spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
+        tuple(map(_autocast, sorted({"cpu", *(p.device.type for p in call.params.values())}))),
+        global_hooks(), torch.get_default_dtype(), torch.get_default_device(),
+        tuple((type(mode), *map(id, held_by(vars(mode)))) for mode in users_modes()),
+    )  # fmt: skip
+
+
+def identified(call: Call) -> list[Any]:
+    """The objects that a signature knows by identity, to be kept alive as long as it is: another one may have that then."""
+    leaves = trees.flatten((trees.as_call(call.x), call.y))[0]
+    settings = [held for v in leaves if not isinstance(v, Tensor) for held in held_by(v)]
+    of_modes = [held for mode in users_modes() for held in (mode, *held_by(vars(mode)))]
+    return [*call.module.references, *settings, *of_modes]
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _strides(t: Tensor) -> tuple[int, ...] | None:
+    return t.stride() if t.layout is torch.strided else None
+
+
+def _describe(v: Any) -> Any:
+    """What a trace depends on in an input leaf: everything of a tensor but its batch size, all that any other value holds."""
+    if isinstance(v, Tensor):
+        return v.shape[1:], v.dtype, v.device, v.stride()[1:]
+    # 1, 1.0 and True are equal, but not the same argument to a model
+    if isinstance(v, bool | int | float | str | None):
+        return type(v), v
+    numbers = v.tobytes() if hasattr(v, "tobytes") else None  # of an array, which may change in place
+    return tuple(map(id, held_by(v))), numbers

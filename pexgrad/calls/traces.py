@@ -1,0 +1,106 @@
+"""The traces of a model: made once for each kind of call, checked, kept and looked up again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..base.fakes import TRACING
+from ..base.modes import uncompiled, unvalidated
+from ..base.still import StandStill
+from ..definition.remembered import refuse_remembered
+from ..definition.verify import refuse_mixing, verify
+from ..errors import ANY_MODEL, LossError, MixedExamplesError, PexgradError, TraceError, VerificationError
+from ..inputs.call import Call
+from ..inputs.generators import States
+from ..inputs.loss import ExampleLosses
+from ..inputs.reads import forget_names
+from ..inputs.rebind import Bound, refuse_backward_hooks
+from ..pipeline import Pipeline, build
+from .signature import identified, signature
+
+_OF_A_KIND = 8  # from which on they are worth a warning
+
+
+class Traces:
+    """The pipelines of a model and a loss, by the signature of the calls that they serve."""
+
+    def __init__(self, model: Bound, loss: ExampleLosses, *, verified: bool, owner: str):
+        self._model, self._loss, self._verified, self._owner = model, loss, verified, owner
+        self._known: dict[Any, list[Pipeline]] = {}
+        self._kept_alive: list[list[Any]] = []  # what the keys of _known identify
+
+    def __iter__(self) -> Iterator[Pipeline]:
+        return (pipeline for known in self._known.values() for pipeline in known)
+
+    def of(self, call: Call) -> Pipeline:
+        """The pipeline that serves a call, made now if none does."""
+        key = signature(call)
+        with TRACING:
+            known = self._known.setdefault(key, [])
+            for pipeline in known:
+                if pipeline.serves(call):
+                    return pipeline
+            refuse_backward_hooks(self._model.model)
+            self._warn_of_changes(key)
+            with uncompiled(), unvalidated():
+                pipeline = self._made(call)
+            known.insert(0, pipeline)  # it may take the place of one that no longer serves
+            self._kept_alive.append(identified(call))
+            return pipeline
+
+    def anew(self, pipeline: Pipeline, call: Call) -> Pipeline:
+        """Another one for a call that this one turned out not to serve."""
+        with TRACING:
+            known = self._known[signature(call)]
+            if pipeline in known:
+                known.remove(pipeline)
+            return self.of(call)
+
+    def _warn_of_changes(self, key: Any) -> None:
+        """Warn where the same inputs have been traced again and again, for something else that has changed."""
+        others = [k for k, known in self._known.items() if known and k[1:] == key[1:]]
+        if len(others) == _OF_A_KIND:
+            warnings.warn(
+                f"{self._owner} has been traced {len(others)} times for inputs of one kind, because something that the "
+                "model holds or its code reads keeps changing (a counter, a setting). Each trace takes time and memory: pass "
+                "what changes as an input, or keep it out of the model",
+                stacklevel=2,
+            )
+
+    def _made(self, call: Call) -> Pipeline:
+        forget_names()
+        try:
+            refuse_remembered(self._model, self._loss.loss, call)
+            pipeline, sample = build(self._model, self._loss, call)
+            if self._verified:
+                refuse_mixing(pipeline)
+                verify(pipeline, self._model, self._loss, call, sample)
+        except (MixedExamplesError, LossError, VerificationError):
+            raise
+        except Exception as e:
+            self._raise_own_error(call)
+            if isinstance(e, PexgradError):
+                raise
+            raise TraceError(
+                f"the model's graph cannot be evaluated: {type(e).__name__}: {e}; {ANY_MODEL}"
+            ) from e
+        return pipeline
+
+    def _raise_own_error(self, call: Call) -> None:
+        """Where the model or the loss itself fails on this batch, let its own error be the one that is seen."""
+        params = {k: p.detach().clone().requires_grad_(k in call.trainable) for k, p in call.params.items()}
+        # random numbers are neither drawn nor seeded, and the model may differentiate on its way
+        drawn = States(call.module.references)
+        with (
+            torch.random.fork_rng(devices=()),
+            drawn,
+            StandStill(),
+            torch.enable_grad(),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # the model's own, given before
+            self._loss.loss(self._model.run(params, call.x), call.y)
