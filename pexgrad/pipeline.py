@@ -21,14 +21,16 @@ from .operator.component import Term
 from .operator.jacobian import Jacobian, joined
 from .operator.pullback import Window, find_window
 from .stages.evaluate import Backward, BoundSite, cotangents, way_out
+from .stages.few_examples import alike, draw, still_alike, ways
 from .stages.layout import Layout
 from .stages.losses import Losses, Outputs, decided
+from .stages.mixed import refuse_mixing_in
 from .stages.plan import Use, nodes_needed, plan_site
-from .stages.probe import Layouts, first_layouts, probe, refuse_mixing_in
+from .stages.probe import Layouts, first_layouts, probe
 from .stages.rewrite import rewrite
-from .stages.sample import alike, draw, still_alike, ways
 from .stages.sites import Operand, Site, find_sites
 from .stages.tap import Program, Slots, tap
+from .stages.trial import Trial
 from .tracing.rehearsal import rehearsed
 from .tracing.trace import Trace, trace
 
@@ -105,14 +107,14 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
     windows = {o.node: find_window(traced, o, call.params) for s in sites for o in s.operands}
     program = tap(traced, sites, uses)
     with StandStill():
-        sample, (layouts, out) = _probed(traced, sites, program, call)
+        few, (layouts, out) = _probed(traced, sites, program, call)
         outputs = Outputs(traced, layouts.outputs, copied)
-        if call.batch > sample.batch:
-            refuse_mixing_in(call.at_leaves(), traced, program, layouts.outputs)
-        losses = decided(loss, outputs, out, sample)
+        if call.batch > few.batch:
+            refuse_mixing_in(Trial(traced, program, call.at_leaves()), layouts.outputs)
+        losses = decided(loss, outputs, out, few)
     bound = _bind(traced, sites, uses, program.slots, layouts)
-    same = alike(sample, targets=losses.batched)
-    return Pipeline(traced, program, bound, windows, losses, same, held), sample
+    same = alike(few, targets=losses.batched)
+    return Pipeline(traced, program, bound, windows, losses, same, held), few
 
 
 def _trace_serving(model: Bound, call: Call) -> Trace:
@@ -137,22 +139,20 @@ def _probed(
     *others, last = ways(traced.serves, call)
     for made_up in others:
         try:
-            sample = draw(traced.serves, call, made_up)
-            return sample, _layouts(traced, sites, program, sample)
+            few = draw(traced.serves, call, made_up)
+            return few, _layouts(Trial(traced, program, few), sites)
         except PexgradError:
             raise
         except (IndexError, RuntimeError):
             continue
-    sample = draw(traced.serves, call, last)
-    return sample, _layouts(traced, sites, program, sample)
+    few = draw(traced.serves, call, last)
+    return few, _layouts(Trial(traced, program, few), sites)
 
 
-def _layouts(
-    traced: Trace, sites: list[Site], program: Program, sample: Call
-) -> tuple[Layouts, list[Tensor]]:
-    if sample.batch < 2:  # a graph for batches of one: whatever there is belongs to the one example
-        return first_layouts(traced, sites, program), program.run(sample.values()).outputs
-    return probe(traced, sites, program, sample)
+def _layouts(trial: Trial, sites: list[Site]) -> tuple[Layouts, list[Tensor]]:
+    if trial.batch < 2:  # a graph for batches of one: whatever there is belongs to the one example
+        return first_layouts(trial, sites), trial.run().outputs
+    return probe(trial, sites)
 
 
 def _bind(

@@ -8,10 +8,10 @@ import torch
 import torch.nn as nn
 from hypothesis import strategies as st
 
-from pexgrad.testing import CONV as CONV
 from pexgrad.testing import conv_configs as conv_configs
 from pexgrad.testing import linear_configs as linear_configs
 
+CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 

@@ -378,9 +378,13 @@ def test_buffers_that_do_not_fit():
     with pytest.raises(pexgrad.PexgradError, match=r"float32"):
         fn(named(model), x, y, out={**good, "weight": good["weight"].float()})
     jacobian = pexgrad.per_example_jacobian(model)(named(model), x, y)
-    for out in ({}, {**good, "bias": torch.zeros(6, 5)}, {**good, "bias": good["bias"].float()}):
-        with pytest.raises(pexgrad.InputError, match=r"out\['(weight|bias)'\] is"):
+    for out in ([1], {}, {**good, "bias": torch.zeros(2, 5)}, {**good, "bias": good["bias"].float()}):
+        with pytest.raises(pexgrad.InputError, match=r"out\['bias'\] is|out is a list|out has no buffer for"):
             jacobian.rows(out)
+    longer = {"weight": torch.full((5, 5, 4), 7.0), "bias": torch.full((4, 5), 7.0)}
+    longer = {k: t.to(good[k].dtype) for k, t in longer.items()}
+    torch.testing.assert_close(jacobian.rows(longer), good)
+    assert all(bool((t[3:] == 7).all()) for t in longer.values())
 
 
 def test_nested_parameters():

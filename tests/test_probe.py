@@ -10,7 +10,7 @@ from cases.case import Net, labels, wave
 from oracle import assert_rows_equal, rows_of
 
 import pexgrad
-from pexgrad.stages import sample
+from pexgrad.stages import few_examples
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -197,7 +197,7 @@ def test_a_users_operation_named_like_a_random_one_is_run_as_it_is():
 
 def test_no_noise_where_ids_may_be_among_the_numbers(monkeypatch):
     """As on a GPU, where an index out of range is the end of the process."""
-    monkeypatch.setattr(sample, "_takes_noise", lambda t: not sample.may_be_ids(t))
+    monkeypatch.setattr(few_examples, "_takes_noise", lambda t: not few_examples.may_be_ids(t))
     table = nn.Embedding(100, 3)
     net = Net(lambda s, x: s.out(torch.cat([table(x[:, 0].long()), x], 1)), table=table, out=nn.Linear(5, 4))
     params = dict(net.named_parameters())
@@ -211,7 +211,7 @@ def test_no_noise_where_ids_may_be_among_the_numbers(monkeypatch):
         pexgrad.per_example_grad(mixing)(
             dict(mixing.named_parameters()), torch.randint(2, 100, (5, 3)).double(), labels(5, 4)
         )
-    assert [sample.may_be_ids(torch.tensor(v)) for v in ([0.0, 1.0], [0.5, 3.0], [1, 7])] == [
+    assert [few_examples.may_be_ids(torch.tensor(v)) for v in ([0.0, 1.0], [0.5, 3.0], [1, 7])] == [
         False,
         True,
         False,

@@ -27,6 +27,25 @@ def is_injective(size: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def room_for_rows(out: Any, entries: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
+    """The first B rows of the buffers in `out`, which need one for every entry (*shape), (B or more, *shape)."""
+    if not isinstance(out, Mapping):
+        raise InputError(f"out is a {type(out).__name__}; expected the rows of an earlier call, by name")
+    found = {}
+    for k, p in entries.items():
+        t = out.get(k)
+        if not isinstance(t, Tensor):
+            raise InputError(f"out has no buffer for '{k}'; pass the rows of an earlier call")
+        fits = t.shape[1:] == p.shape and t.dim() > p.dim() and t.shape[0] >= batch and t.dtype == p.dtype
+        if not fits or t.requires_grad or t.layout is not strided:
+            raise InputError(
+                f"out[{k!r}] is {tuple(t.shape)} {t.dtype}; expected ({', '.join(map(str, (f'{batch} or more', *p.shape)))}) "
+                f"{p.dtype} without requires_grad"
+            )
+        found[k] = t[:batch]
+    return found
+
+
 def refuse_shared(out: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]]) -> None:
     """Raise where rows written into `out` would be written over one another, or over what they are computed from."""
     held: dict[int | None, list[tuple[str, Tensor]]] = {storage_of(t): [] for t in out.values()}

@@ -75,10 +75,10 @@ class Traces:
         forget_names()
         try:
             refuse_remembered(self._model, self._loss.loss, call)
-            pipeline, sample = build(self._model, self._loss, call)
+            pipeline, few = build(self._model, self._loss, call)
             if self._verified:
                 refuse_mixing(pipeline)
-                verify(pipeline, self._model, self._loss, call, sample)
+                verify(pipeline, self._model, self._loss, call, few)
         except (MixedExamplesError, LossError, VerificationError):
             raise
         except Exception as e:

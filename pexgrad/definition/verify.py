@@ -23,15 +23,15 @@ from ..stages.opaque_mixing import mixing_inside, opaque_nodes
 from .strategies import grad_or_zeros, naive
 
 
-def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, sample: Call) -> None:
-    """Raise where the pipeline's rows or losses differ from the definition on the first two examples of a sample.
+def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, few: Call) -> None:
+    """Raise where the pipeline's rows or losses differ from the definition on the first two of a few examples.
 
-    They are compared at the sample's parameters, or at those of the call itself.
+    They are compared at their parameters, or at those of the call itself.
     """
     trace = pipeline.trace
-    two = sample.examples(0, 2) if trace.serves(2) else sample
+    two = few.examples(0, 2) if trace.serves(2) else few
     if not trace.follows(two.at(call.params)):  # the second was made up from the first, the user's own
-        two = sample.examples(0, 1)
+        two = few.examples(0, 1)
     with StandStill():
         at = two
         # changed parameters may lead the model's code another way, or leave its domain: then the given ones decide

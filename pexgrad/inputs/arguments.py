@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..base import trees
 from ..base.checks import one_of, positive_int
 from ..base.history import read_from
-from ..base.memory import refuse_shared
+from ..base.memory import refuse_shared, room_for_rows
 from ..base.numerics import is_inexact
 from ..errors import InputError
 from .call import Call
@@ -101,25 +100,7 @@ def check_out(out: Mapping[str, Tensor], call: Call, create_graph: bool) -> dict
     """The first B rows of each buffer in `out`."""
     if create_graph:
         raise InputError("out= takes plain numbers, which cannot be differentiated: leave create_graph off")
-    if not isinstance(out, Mapping):
-        raise InputError(f"out is a {type(out).__name__}; expected the rows of an earlier call, by name")
-    found = {}
-    for k in call.trainable:
-        p = call.params[k]
-        if not isinstance(out.get(k), Tensor):
-            raise InputError(f"out has no buffer for '{k}'; pass the rows of an earlier call")
-        if (
-            out[k].shape[1:] != p.shape
-            or out[k].shape[0] < call.batch
-            or out[k].dtype != p.dtype
-            or out[k].requires_grad
-            or out[k].layout is not torch.strided
-        ):
-            raise InputError(
-                f"out[{k!r}] is {tuple(out[k].shape)} {out[k].dtype}; expected ({call.batch} or more, "
-                f"{', '.join(map(str, p.shape))}) {p.dtype} without requires_grad"
-            )
-        found[k] = out[k][: call.batch]
+    found = room_for_rows(out, {k: call.params[k] for k in call.trainable}, call.batch)
     read = [("a parameter", t) for t in call.params.values()] + [("a buffer", t) for t in call.buffers]
     read += [("x", t) for t in call.inputs()] + [("y", t) for t in call.targets()]
     refuse_shared(found, read)

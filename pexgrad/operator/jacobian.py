@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..base import nested
 from ..base.checks import described, shaped
-from ..base.memory import refuse_shared, storage_of
+from ..base.memory import refuse_shared, room_for_rows, storage_of
 from ..base.modes import recording, without_autocast
 from ..base.numerics import accumulable, is_half, is_inexact, square, sum_of
 from ..errors import InputError
@@ -114,7 +114,7 @@ class Jacobian:
             yield
 
     def rows(self, out: Mapping[str, Tensor] | None = None, *, last: bool = False) -> dict[str, Tensor]:
-        """name -> (B, *shape): the per-example gradients, written into `out` where that is given.
+        """name -> (B, *shape): the per-example gradients, written into the first B rows of `out` where that is given.
 
         They are copies of what the operator holds, but where it is said that this is the `last` use of it.
 
@@ -122,8 +122,8 @@ class Jacobian:
             InputError: where `out` lacks a parameter, or has rows of another shape or dtype for it; nothing is written then.
         """
         if out is not None:
-            out = nested.flatten(out)
-            self._check_room(out)
+            out = nested.flatten(out) if nested.is_nested(out) else out
+            out = room_for_rows(out, self.leaves, self.batch)
             if not last:  # else it has been checked before there was an operator
                 refuse_shared(out, [("what the Jacobian reads", t) for t in self._held()])
         with self.working():
@@ -156,12 +156,6 @@ class Jacobian:
     def _held(self) -> list[Tensor]:
         held = [getattr(t.factor, name) for t in self.terms for name in t.factor.tensors]
         return [t for t in held if t is not None]
-
-    def _check_room(self, out: Mapping[str, Tensor]) -> None:
-        for k, p in self.leaves.items():
-            shaped(out.get(k), (self.batch, *p.shape), f"out[{k!r}]")
-            if out[k].dtype != p.dtype:
-                raise InputError(f"out[{k!r}] is in {out[k].dtype}; the rows are in {p.dtype}")
 
     def norms(self, per_param: bool = False) -> Tensor | dict[str, Tensor]:
         """(B,): |J[b]| over all parameters together; with `per_param`, name -> (B,). Half precision gives float32."""

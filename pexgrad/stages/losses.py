@@ -21,10 +21,10 @@ from ..inputs.loss import ExampleLosses, Examples
 from ..inputs.reductions import OverExamples, Sizes, Step, is_one_of
 from ..inputs.snapshot import Snapshot, snapshot
 from ..tracing.trace import Trace
+from .few_examples import shrunk, varied
 from .layout import Layout
 from .loss_graph import LossGraph, recorded
 from .mixing import Mixing
-from .sample import shrunk, varied
 from .ways import Calls, Way, Ways, form
 
 # examples that are compared with the definition where the code of a loss goes another way: in a batch twice as large as any
@@ -183,26 +183,26 @@ def _refuse_written(tensors: Sequence[Tensor], versions: list[int]) -> None:
         )
 
 
-def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sample: Call) -> Losses:
-    """The way that the losses of a model's output are computed, from the output for a sample."""
+def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], few: Call) -> Losses:
+    """The way that the losses of a model's output are computed, from the output for a few examples."""
     by_example = Losses(loss, outputs)
-    tensors, y = [t.detach() for t in tensors], sample.y
-    if any(outputs.copied) or sample.batch < 2 or by_example._of_torch(outputs.whole(tensors), y) is not None:
+    tensors, y = [t.detach() for t in tensors], few.y
+    if any(outputs.copied) or few.batch < 2 or by_example._of_torch(outputs.whole(tensors), y) is not None:
         return by_example
-    ways = _first_way(loss, outputs, tensors, sample)
+    ways = _first_way(loss, outputs, tensors, few)
     if ways is not None:
         return Losses(loss, outputs, ways=ways)
     if outputs.plain():
         for change in (varied, shrunk):
-            found = _reduced(loss, outputs, change(tensors), sample)
+            found = _reduced(loss, outputs, change(tensors), few)
             if found is not None:
                 return found or by_example
     return by_example
 
 
-def _first_way(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], sample: Call) -> Ways | None:
-    """The way of a loss that takes batches, with its examples compared for the size of the sample; None for any other."""
-    y, batch = sample.y, sample.batch
+def _first_way(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], few: Call) -> Ways | None:
+    """The way of a loss that takes batches, with its examples compared for the size of these few; None for any other."""
+    y, batch = few.y, few.batch
     examples = outputs.copies(tensors, y, batch)
     leaves = [t.clone().requires_grad_(is_inexact(t)) for t in tensors]
     given = [t.clone() for t in leaves]  # which may be written into
@@ -226,14 +226,14 @@ def _graph(losses: Any, outputs: Outputs, tensors: Sequence[Tensor], y: Any) -> 
 
 
 def _reduced(
-    loss: ExampleLosses, outputs: Outputs, tensors: list[Tensor], sample: Call
+    loss: ExampleLosses, outputs: Outputs, tensors: list[Tensor], few: Call
 ) -> Losses | Literal[False] | None:
     """By reductions that give each example its own number, for every batch size; False where there are none.
 
     None where these outputs do not tell. They are changed ones, in which no two numbers are alike: those of a model that has
     learned nothing yet tell nothing.
     """
-    y, batch, sizes = sample.y, sample.batch, Sizes()
+    y, batch, sizes = few.y, few.batch, Sizes()
 
     def noting(output: Any, y: Any, batch: Any) -> Tensor:
         return loss.of_reductions(output, y, batch, sizes, noting=True)[0]
