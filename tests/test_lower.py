@@ -103,6 +103,24 @@ def test_norms_of_repeated_ids():
     assert_same(graph(named(model), x, y), fn(named(model), x, y))
 
 
+@pytest.mark.parametrize("name", ["rows", "clipped"])
+def test_a_graph_that_fails_on_no_examples_says_so(name):
+    def forward(
+        self, x
+    ):  # two views of each example, split after one pass: torch splits nothing into nothing
+        one, two = self.lin(torch.cat([x, x.flip(-1)])).split(len(x))
+        return one * two
+
+    model = Net(forward, lin=nn.Linear(4, 3))
+    fn = TRANSFORMS[name](model)
+    params, x, y = named(model), torch.randn(5, 4), torch.tensor([0, 2, 1, 1, 0])
+    graph = fn.lower(params, x, y)
+    assert graph.meta["batch"] == "1 or more"
+    assert_same(graph(params, x[:1], y[:1]), fn(params, x[:1], y[:1]))
+    with pytest.raises(pexgrad.InputError, match="1 or more, and x has 0 examples"):
+        graph(params, x[:0], y[:0])
+
+
 def test_only_functional_operations():
     model, params, x, y = mlp()
     model.insert(1, nn.ReLU(inplace=True))

@@ -110,6 +110,7 @@ def lower(
         # some operations' shape functions take no symbolic size
         with quiet(), contextlib.suppress(TraceError):
             lowered = recording.made(symbolic=True)
+            lowered = recording.takes_none(lowered)
     if lowered is None or not lowered.serves(call.batch):
         lowered = recording.made(symbolic=False)
     if options.verify:
@@ -175,6 +176,19 @@ class _Recording:
                 for t in (*call.inputs(), *call.targets(), *self.further)
             ),
         ]
+
+    def takes_none(self, lowered: Lowered) -> Lowered:
+        """The same, for one example at least where it fails on none: that operations take no empty tensors is in no guard."""
+        if not isinstance(lowered.batch, Guards) or not lowered.serves(0):
+            return lowered
+        try:
+            with StandStill():
+                lowered.run([*self.call.examples(0, 0).flat(), *(t[:0] for t in self.further)])
+        except Exception:  # noqa: BLE001 - whatever an operation says of nothing
+            symbol, conditions = lowered.batch.batch, lowered.batch.conditions
+            some = sympy.Ge(symbol, 1, evaluate=False)  # which a symbol for a size is taken to be
+            return replace(lowered, batch=Guards(symbol, (*conditions, some)))
+        return lowered
 
     def verify(self, lowered: Lowered) -> None:
         """Raise where the graph and the call itself give different results."""
