@@ -7,48 +7,30 @@ model's output. Nothing of the user's module changes: the code of a structural c
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
-from unittest import mock
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
-from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from ..base import trees
-from ..base.fakes import (
-    TRACING,
-    Guards,
-    computes_metadata,
-    expression,
-    fake,
-    fake_batch,
-    quiet,
-    symbol_of,
-    symbolic_len,
-    symbolic_mode,
-)
+from ..base.fakes import TRACING, Guards, expression, fake, fake_batch, symbol_of, symbolic_mode
 from ..base.numerics import is_half
 from ..errors import ANY_MODEL, PexgradError, TraceError, first_line
 from ..inputs.call import Call
 from ..inputs.rebind import Bound, uncached
 from .decompositions import DECOMPOSITIONS
 from .disguise import disguised
-from .numbers import noting_numbers
-from .opaque import opaque_functions, traced_data, traced_hooks
-from .origins import module_paths, noting_source, user_line
+from .origins import module_paths, user_line
 from .outputs import FROM_GRAPH, stand_in
-from .readings import Answer, Reader, Reading, answering, holds
+from .readings import Answer, Reader, Reading, holds
+from .watching import watching
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,22 +116,8 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
         return [v for v in out_leaves if isinstance(v, Tensor)]
 
     reader = Reader(call, batch)
-    with _tracing(batch, reader) as branches:
-        try:
-            gm = make_fx(
-                run,
-                decomposition_table=DECOMPOSITIONS,
-                tracing_mode="fake",
-                pre_dispatch=True,
-                _allow_non_fake_inputs=True,
-            )(*fake_params, *fake_buffers, *fake_inputs)
-        except PexgradError:
-            raise
-        except Exception as e:
-            raise TraceError(
-                f"the model has no static graph: {type(e).__name__}: {first_line(e)}{user_line(e)}; "
-                f"control flow or shapes that depend on data cannot be traced: {ANY_MODEL}"
-            ) from e
+    with watching(batch, reader) as branches:
+        gm = _recorded(run, [*fake_params, *fake_buffers, *fake_inputs])
     gm.graph.eliminate_dead_code()
     reader.settle(gm.graph, gm)
     _refuse_fixed_batch(env, batch, reader.fixed_at)
@@ -174,104 +142,22 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
     )
 
 
-# --- what the trace must notice while it runs -----------------------------------------------------
-
-
-@contextlib.contextmanager
-def _tracing(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]:
-    """Gives the conditions on the batch size that the model's own code branches on."""
-    branches: list[sympy.Basic] = []
-    running: list[None] = []  # one entry for each operation that is running, the innermost last
-    with (
-        torch.enable_grad(),
-        opaque_functions(),
-        traced_hooks(),
-        traced_data(),
-        quiet(),
-        answering(reader, running),
-        torch.backends.opt_einsum.flags(enabled=False),  # its search for a path fixes every size
-        symbolic_len(),
-        mock.patch.object(nn.Module, "_apply", _in_this_thread(_apply, nn.Module._apply)),
-        mock.patch.object(nn.TransformerEncoder, "forward", _without_nesting(nn.TransformerEncoder.forward)),
-        noting_numbers(reader.numbers),
-        mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _no_metadata),
-        mock.patch.object(PythonKeyTracer, "create_node", noting_source(PythonKeyTracer.create_node)),
-        mock.patch.object(proxy_tensor, "proxy_call", _noting_depth(proxy_tensor.proxy_call, running)),
-        mock.patch.object(SymNode, "bool_", _noting_branches(SymNode.bool_, batch, branches, running)),
-    ):
-        yield branches
-
-
-def _noting_depth(call: Callable[..., Any], running: list[None]) -> Callable[..., Any]:
-    """Note how deep operations are in one another."""
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        running.append(None)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            running.pop()
-
-    return noted
-
-
-def _noting_branches(
-    bool_: Callable[[SymNode], bool], batch: sympy.Symbol, branches: list[sympy.Basic], running: list[None]
-) -> Callable[[SymNode], bool]:
-    """Note what Python code asks; what operations ask while they run is metadata, on which the graph does not depend."""
-
-    def noted(self: SymNode) -> bool:
-        condition = self.expr
-        answer = bool_(self)
-        if not running and condition.free_symbols == {batch} and not _is_metadata(sys._getframe(1)):
-            branches.append(condition if answer else sympy.Not(condition))
-        return answer
-
-    return noted
-
-
-def _no_metadata(*_: Any) -> None:
-    """In place of what torch notes of each value, in a fifth of the time of a trace, and nobody reads here."""
-
-
-def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`module.to(...)` inside a forward: the copy that is traced simply holds the converted tensors."""
-    for m in module.modules() if recurse else (module,):
-        for held in (m._parameters, m._buffers):
-            held.update({k: fn(t) for k, t in held.items() if t is not None})  # type: ignore[misc]
-    return module
-
-
-def _in_this_thread(patched: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
-    here = threading.get_ident()
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (patched if threading.get_ident() == here else real)(*args, **kwargs)
-
-    return run
-
-
-def _without_nesting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """An encoder that is differentiated uses no nested tensors, but asks first whether its mask allows them, which is data."""
-
-    def run(self: nn.TransformerEncoder, src: Tensor, *args: Any, **kwargs: Any) -> Any:
-        differentiated = src.requires_grad or any(p.requires_grad for p in self.layers[0].parameters())
-        if not (differentiated and torch.is_grad_enabled()):
-            return forward(self, src, *args, **kwargs)
-        with mock.patch.object(torch, "_nested_tensor_from_mask_left_aligned", return_value=False):
-            return forward(self, src, *args, **kwargs)
-
-    return run
-
-
-def _is_metadata(frame: FrameType | None) -> bool:
-    for _ in range(6):
-        if frame is None:
-            return False
-        if computes_metadata(frame.f_code.co_filename):
-            return True
-        frame = frame.f_back
-    return False
+def _recorded(run: Callable[..., list[Tensor]], fakes: list[Tensor]) -> fx.GraphModule:
+    try:
+        return make_fx(
+            run,
+            decomposition_table=DECOMPOSITIONS,
+            tracing_mode="fake",
+            pre_dispatch=True,
+            _allow_non_fake_inputs=True,
+        )(*fakes)
+    except PexgradError:
+        raise
+    except Exception as e:
+        raise TraceError(
+            f"the model has no static graph: {type(e).__name__}: {first_line(e)}{user_line(e)}; "
+            f"control flow or shapes that depend on data cannot be traced: {ANY_MODEL}"
+        ) from e
 
 
 def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, fixed_at: str) -> None:
