@@ -255,30 +255,39 @@ def _note(
         elif isinstance(value, nn.Module):
             _note_modules(value, found, seen, named=False)
         elif (inside := _inside(value)) is None:
-            found.references.extend((value, kind))
-            own = names(value)
-            # other code may read other attributes of it
-            if (own or is_users(kind)) and (id(value), own) not in seen:
-                seen.add((id(value), own))
-                held, further = _attributes(value, own)
-                _note(held, found, seen, functools.partial(_either, names, further))
+            _note_object(value, found, seen, names)
         else:
-            seen.add(id(value))
-            if kind is FunctionType:
-                found.references.append(value.__code__)
-            anew = isinstance(value, (*_CONTAINERS, MethodType))  # may be another object for the same thing
-            found.references.append(kind if anew else value)
-            is_code = kind in (FunctionType, MethodType)
-            if kind is FunctionType and vars(value):  # attributes of a function
-                own = names(value) | names_in_code(value)
-                inside = [*inside, *((k, v) for k, v in vars(value).items() if k in own)]
-            _note(
-                inside,
-                found,
-                seen,
-                _looked_up_once(functools.partial(names_in_code, value)) if is_code else names,
-            )
-            found.references.append(_END)
+            _note_inside(value, inside, found, seen, names)
+
+
+def _note_object(value: Any, found: Snapshot, seen: set[Any], names: Names) -> None:
+    """Note an object, and those of its attributes that the code names."""
+    kind, own = type(value), names(value)
+    found.references.extend((value, kind))
+    # other code may read other attributes of it
+    if (own or is_users(kind)) and (id(value), own) not in seen:
+        seen.add((id(value), own))
+        held, further = _attributes(value, own)
+        _note(held, found, seen, functools.partial(_either, names, further))
+
+
+def _note_inside(
+    value: Any, inside: list[tuple[Any, Any]], found: Snapshot, seen: set[Any], names: Names
+) -> None:
+    """Note a container, settings or code, and what is in it."""
+    kind = type(value)
+    seen.add(id(value))
+    if kind is FunctionType:
+        found.references.append(value.__code__)
+        if vars(value):  # attributes of a function
+            own = names(value) | names_in_code(value)
+            inside = [*inside, *((k, v) for k, v in vars(value).items() if k in own)]
+    anew = isinstance(value, (*_CONTAINERS, MethodType))  # may be another object for the same thing
+    found.references.append(kind if anew else value)
+    if kind in (FunctionType, MethodType):
+        names = _looked_up_once(functools.partial(names_in_code, value))
+    _note(inside, found, seen, names)
+    found.references.append(_END)
 
 
 def _inside(value: Any) -> list[tuple[Any, Any]] | None:
