@@ -41,11 +41,11 @@ def per_example_grad(
         **options: `strategy`, `chunk_size`, `create_graph`, `verify`, `conv_rule`; see `pexgrad.Options`.
 
     Returns:
-        A pure function `(params, x, y=None, out=None) -> {name: (B, *shape)}`. `x` is a tensor (`model(x)`), a tuple
+        A pure function `(params, x, y=None, *, out=None) -> {name: (B, *shape)}`. `x` is a tensor (`model(x)`), a tuple
         (`model(*x)`) or a dict (`model(**x)`) with the batch on dimension 0 of every tensor, `y` a tree of such tensors or
-        None; `params` maps names to tensors, of which those with `requires_grad` in the model are differentiated;
-        names left out keep the model's own values. `out`, the rows of an earlier call with B examples or more, is
-        written into instead of fresh memory. Results lie in memory of their own and may be changed in place.
+        None; `params` maps names to tensors, of which those with `requires_grad` in the model are differentiated (of a
+        function's, all); names left out keep the model's own values. `out`, the rows of an earlier call with B examples or
+        more, is written into instead of fresh memory. Results lie in memory of their own and may be changed in place.
 
     Raises:
         PexgradError: where the arguments do not fit, the examples mix, or the model cannot be traced.
@@ -134,14 +134,15 @@ def clipped_grad(
         model: as for `per_example_grad`.
         loss: as for `per_example_grad`.
         max_norm: the bound C, in the units of the gradient; or a dict from groups of parameters (a name, a module's path or
-            a pattern such as `"*.bias"`) to a bound for each, of which it keeps a copy.
+            a pattern such as `"*.bias"`) to a bound for each, of which it keeps a copy: each parameter that is differentiated
+            belongs to one group, and `clip` is `"flat"`. Leave it out where `clip` is a function.
         clip: `"flat"` (one norm over all parameters), `"per_parameter"` (C / sqrt(n) for each of n), `"automatic"` (AUTO-S, Bu et
             al. 2022: normalise instead of clipping), or a function from norms (B,) to weights (B,).
         **options: as for `per_example_grad`.
 
     Returns:
-        A pure function `(params, x, y=None, mask=None) -> Clipped` with `grads` (the sum, by name), `norms` (B,) before clipping,
-        and `losses` (B,). `mask` (B,) of booleans says which examples count: the rest are padding and change nothing.
+        A pure function `(params, x, y=None, *, mask=None) -> Clipped` with `grads` (the sum, by name), `norms` (B,) before
+        clipping, and `losses` (B,). `mask` (B,) of booleans says which examples count: the rest are padding and change nothing.
         The function's `sensitivity` is the largest norm that one example can add to the sum.
 
     Raises:

@@ -72,7 +72,7 @@ def ensemble(fn: Function, *, stacked_data: bool = False, how: str = "auto") -> 
     torch.Size([4, 5, 2, 3])
 
     The members run together, as one run of the flat graph (`fn.lower`) in which each operation is one call for all of them.
-    Where the rows of all members would take more than `TOGETHER` bytes, where the call has no flat graph, where `fn` has other
+    Where the rows of all members would take more than 512 MiB, where the call has no flat graph, where `fn` has other
     options than `verify`, or where it draws random numbers, they are called one by one on slices of the parameters that are
     not copies, rows being written straight into the stacked result.
     Measured on one CPU core in float32, milliseconds one by one / together / `torch.func.vmap(fn, (0, None, None))`:

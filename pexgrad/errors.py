@@ -12,7 +12,7 @@ class InputError(PexgradError, ValueError):
 
 
 class LossError(PexgradError, ValueError):
-    """The loss returned something that is not one number, or one number per example."""
+    """The loss gives no example its own number: it returns something else, compares examples, or reads what is not given."""
 
 
 class TraceError(PexgradError, RuntimeError):
@@ -24,7 +24,7 @@ class MixedExamplesError(PexgradError, RuntimeError):
 
 
 class VerificationError(PexgradError, RuntimeError):
-    """The rows of the traced pipeline differ from the definition on a small batch."""
+    """The rows of a trace differ from the definition on a small batch, or a flat graph from the call that it is of."""
 
 
 ANY_MODEL = 'use strategy="naive", which takes any model'

@@ -67,10 +67,12 @@ def importance_sample(
         `ImportanceSample` with `index` (k,), `weights` (k,) and `probabilities` (N,); the last two in the norms' dtype.
 
     Raises:
-        InputError: where `norms` is not (N,) of finite numbers at least 0, or `k` or `uniform` is out of range.
+        InputError: where `norms` is not (N,) of finite floating-point numbers at least 0, or `k` or `uniform` is out of range.
     """
     if not isinstance(norms, Tensor) or norms.dim() != 1 or not len(norms):
         raise InputError(f"norms is {described(norms)}; expected (N,) with N at least 1")
+    if not norms.is_floating_point():
+        raise InputError(f"norms is in {norms.dtype}; expected floating-point numbers, such as norms.float()")
     wrong = ~(norms.isfinite() & (norms >= 0))
     if wrong.any():
         i = int(wrong.nonzero()[0])

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .base import nested
-from .base.checks import not_negative
+from .base.checks import described, not_negative
 from .base.numerics import accumulable
+from .errors import InputError
 
 
 def add_noise(
@@ -44,8 +45,12 @@ def add_noise(
         name -> (*shape), new tensors.
 
     Raises:
-        InputError: where `noise_multiplier` or `max_norm` is negative or not finite.
+        InputError: where `grads` is no dict, or `noise_multiplier` or `max_norm` is negative or not finite.
     """
+    if not isinstance(grads, Mapping):
+        raise InputError(
+            f"grads is {described(grads)}; expected the sum by name, such as the .grads of a clipped sum"
+        )
     scale = not_negative(noise_multiplier, "noise_multiplier") * not_negative(max_norm, "max_norm")
     noisy = {
         k: _noisy(g, scale, generator or fresh_generator(g.device)) for k, g in nested.flatten(grads).items()

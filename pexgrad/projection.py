@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .base.checks import positive_int
+from .base.checks import described, positive_int
 from .base.numerics import flat, gather, total
+from .errors import InputError
 from .inputs.call import example_numbers
 from .operator.jacobian import Jacobian
 
@@ -43,8 +44,12 @@ def project(jacobian: Jacobian, k: int, *, seed: int = 0) -> Tensor:
         (B, k), in at least float32.
 
     Raises:
-        InputError: where `k` is not a positive integer.
+        InputError: where `jacobian` is none, or `k` is not a positive integer.
     """
+    if not isinstance(jacobian, Jacobian):
+        raise InputError(
+            f"jacobian is {described(jacobian)}; expected what per_example_jacobian(model)(params, x, y) gives"
+        )
     positive_int(k, "k")
     dtype = example_numbers([*jacobian.leaves.values()]).dtype
     found = jacobian.losses.new_zeros(jacobian.batch, k, dtype=dtype)

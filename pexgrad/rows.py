@@ -154,7 +154,7 @@ def to_module_grads(model: nn.Module, grads: Rows, *, accumulate: bool = False) 
     >>> optimiser.step()
 
     Args:
-        model: the only thing in the library that a function changes.
+        model: whose `.grad` are set; beside `out=`, the only thing in the library that a function changes.
         grads: by the names of `model.named_parameters()`; parameters left out keep their `.grad`.
         accumulate: add to a `.grad` that is there, instead of replacing it.
 

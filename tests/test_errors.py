@@ -277,6 +277,9 @@ def test_what_is_no_tensor_or_no_number_where_one_belongs():
         lambda: per_example_grad(net)(params, x, y, out={"weight": 1, "bias": 1}),
         lambda: per_example_grad(net)(params, x, y, out=[1]),
         lambda: pexgrad.importance_sample([1.0, 2.0], 3),
+        lambda: pexgrad.importance_sample(torch.tensor([1, 2]), 3),
+        lambda: pexgrad.add_noise(by_function(params, x, y), 1.0, 1.0),
+        lambda: pexgrad.project(pexgrad.per_example_jacobian(net), 3),
         lambda: pexgrad.noise_scale(J.moments(), None),
     ]
     for call in wrong:

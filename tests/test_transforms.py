@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn as nn
 from answers import answer, or_refused
 from models import each, pick, select
 from oracle import assert_rows_equal, copied, live, losses_of, norms_of, rows_of, rows_of_one_forward, tensors
@@ -252,3 +253,15 @@ def test_refused_by_the_graph_but_taken_by_the_loop(case, strategy):
     model, x, y, loss = case.build()
     got = pexgrad.per_example_grad(model, loss, strategy=strategy)(named(model), x, y)
     assert_rows_equal(got, rows_of(model, loss, x, y))
+
+
+def test_what_a_transform_and_its_operator_print():
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.tensor([0, 2, 1, 1, 0])
+    fn = pexgrad.per_example_jacobian(model, nn.CrossEntropyLoss())
+    assert repr(fn) == "PerExampleJacobian(Linear, loss=CrossEntropyLoss)"
+    assert (
+        repr(pexgrad.clipped_grad(lambda p, x: x @ p["w"], max_norm=1))
+        == "ClippedGrad(<lambda>, loss=cross_entropy)"
+    )
+    jacobian = fn(dict(model.named_parameters()), x, y)
+    assert repr(jacobian) == "Jacobian(5 examples, 2 parameters)" and repr(jacobian.T) == f"{jacobian}.T"

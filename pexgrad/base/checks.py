@@ -57,4 +57,4 @@ def described(value: Any) -> str:
     """What a message says was found in place of a tensor: its shape, its type, or nothing."""
     if isinstance(value, Tensor):
         return str(tuple(value.shape))
-    return "missing" if value is None else f"a {type(value).__name__}"
+    return "missing" if value is None else f"of type {type(value).__name__}"

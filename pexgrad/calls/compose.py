@@ -181,8 +181,8 @@ class Composable(Pickled):
             y: targets, likewise.
 
         Returns:
-            A module called like the function, `graph(params, x, y)`. Dtypes under autocast are written into it, so
-            run it outside autocast. `chunk_size` and `out` have no part in it.
+            A module called like the function, `graph(params, x, y)`, with None for a `y` that there is not.
+            Dtypes under autocast are written into it, so run it outside autocast. `chunk_size` and `out` have no part in it.
 
         Raises:
             PexgradError: where the function itself would refuse, and where the call has no flat graph.

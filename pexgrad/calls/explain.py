@@ -86,7 +86,6 @@ def _line(
     rule = next(use.rule for use in bound.uses if use.operand is operand)
     flags = {
         "fallback": rule is None,
-        # computed from the parameter: its rows are pulled back one example at a time
         "derived": term.window is None,
         "view": term.window is not None and not term.window.whole,
         "tied": tied,

@@ -27,7 +27,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
         return batch, None
     if not 1 <= len(batch) <= 2:
         raise InputError(
-            f"a batch of {len(batch)} parts is neither (x, y) nor (x,); say with unpack= which part is what, or let the loader "
-            "give pairs"
+            f"a batch of {len(batch)} parts is neither (x, y) nor (x,); let the loader give pairs, or say which part is what "
+            "with over_loader(..., unpack=)"
         )
     return (batch[0], batch[1]) if len(batch) == 2 else (batch[0], None)

@@ -49,6 +49,10 @@ class Transform(Composable):
         self._model, self._loss, self._options = Bound(model), ExampleLosses(loss), options
         self._reset()
 
+    def __repr__(self) -> str:
+        model, loss = self._model.model, self._loss.loss
+        return f"{type(self).__name__}({_name(model)}, loss={_name(loss)})"
+
     @property
     def trace_count(self) -> int:
         """How many times the model has been traced so far."""
@@ -56,7 +60,12 @@ class Transform(Composable):
 
     @composable
     def explain(self, params: Params, x: Any, y: Any = None) -> Explanation:
-        """The table of what a call with these arguments does; nothing is kept of the gradients."""
+        """The table of what a call with these arguments does, one line for each use of each parameter; its `lines` are objects.
+
+        Its columns: the parameter, the operation and operand, the module, the rule, how rows and norms are computed, the bytes of
+        the parameter's rows, flags, the line of code. The flags: `fallback` (there is no rule), `derived` (of what is computed
+        from the parameter), `view` (of a part of it), `tied` (one of several uses), `unused` (its rows are zero), `frozen`.
+        """
         call = self._check(params, x, y)
         pipeline = self._pipeline_or_none(call) if call.batch else None
         with StandStill():  # nothing is drawn for a table
@@ -124,8 +133,12 @@ class Transform(Composable):
         return self._graphs.repeats.answer(pipeline, call, eagerly, record, out)
 
 
+def _name(code: Callable[..., Any]) -> str:
+    return getattr(code, "__name__", type(code).__name__)
+
+
 class PerExampleGrad(Transform):
-    """`(params, x, y=None, out=None) -> {name: (B, *shape)}`; made by `per_example_grad`."""
+    """`(params, x, y=None, *, out=None) -> {name: (B, *shape)}`; made by `per_example_grad`."""
 
     @composable
     def __call__(
@@ -165,7 +178,7 @@ class PerExampleGrad(Transform):
 
 
 class PerExampleValueAndGrad(PerExampleGrad):
-    """`(params, x, y=None, out=None) -> (losses (B,), {name: (B, *shape)})`; made by `per_example_value_and_grad`."""
+    """`(params, x, y=None, *, out=None) -> (losses (B,), {name: (B, *shape)})`; made by `per_example_value_and_grad`."""
 
     def _result(self, losses: Tensor, rows: dict[str, Tensor]) -> Any:
         return losses, rows
@@ -218,7 +231,7 @@ class PerExampleJacobian(Transform):
 
 
 class ClippedGrad(Transform):
-    """`(params, x, y=None, mask=None) -> Clipped`; made by `clipped_grad`."""
+    """`(params, x, y=None, *, mask=None) -> Clipped`; made by `clipped_grad`."""
 
     def __init__(self, model: Model, loss: Loss, options: Options, clipping: Clipping):
         self._clipping = clipping

@@ -67,6 +67,9 @@ class Jacobian:
         terms = [Term(leaves[k], (k,), Window.identity(k, leaves[k]), Rows(r)) for k, r in rows.items()]
         return cls(losses, leaves, terms, create_graph)
 
+    def __repr__(self) -> str:
+        return f"Jacobian({self.batch} examples, {len(self.leaves)} parameters)"
+
     @property
     def batch(self) -> int:
         """The number of examples B."""
@@ -116,7 +119,7 @@ class Jacobian:
     def rows(self, out: Mapping[str, Tensor] | None = None, *, last: bool = False) -> dict[str, Tensor]:
         """name -> (B, *shape): the per-example gradients, written into the first B rows of `out` where that is given.
 
-        They are copies of what the operator holds, but where it is said that this is the `last` use of it.
+        They are copies of what the operator holds, unless `last` says that it is not used again.
 
         Raises:
             InputError: where `out` lacks a parameter, or has rows of another shape or dtype for it; nothing is written then.
@@ -261,6 +264,9 @@ class Transposed:
     """J transposed."""
 
     jacobian: Jacobian
+
+    def __repr__(self) -> str:
+        return f"{self.jacobian!r}.T"
 
     def __matmul__(self, weights: Tensor) -> dict[str, Tensor]:
         return self.jacobian.vjp(weights)

@@ -29,7 +29,7 @@ def check_per_example_grad(
     >>> check_per_example_grad(torch.nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
 
     A copy of the model is converted to float64. Losses and rows are compared with the loop; norms, products, weighted
-    and clipped sums with what those rows give.
+    and clipped sums with what those rows give. Put a model that draws random numbers in `.eval()`: the loop draws others.
 
     Args:
         model: a module, or one of `models()`, `conv_configs()`, `linear_configs()`.
