@@ -87,3 +87,41 @@ def test_nothing_is_traced(strategy):
     fn = pexgrad.per_example_grad(model, strategy=strategy)
     fn(named(model), torch.randn(3, 4), labels(3))
     assert fn.trace_count == 0
+
+
+class Reversible(torch.autograd.Function):
+    """Computes its block again on the way back, and leaves the gradients to .backward(), as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            ctx.block(x).backward(g)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("strategy", ["naive", "multi"])
+def test_a_backward_inside_the_backward_is_refused(strategy):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(Reversible.apply(self.first(x), self.block))
+
+    model = Model()
+    fn = pexgrad.per_example_grad(model, strategy=strategy)
+    with pytest.raises(
+        pexgrad.TraceError, match=r"calls .backward\(\) .* gives 'block.weight' a gradient past"
+    ):
+        fn(dict(model.named_parameters()), torch.randn(3, 4), torch.tensor([0, 2, 1]))
+    assert all(p.grad is None for p in model.parameters())

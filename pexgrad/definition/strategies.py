@@ -11,10 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..base.history import read_from
-from ..errors import LossError
+from ..errors import TraceError
 from ..inputs.call import Call
-from ..inputs.loss import ExampleLosses
+from ..inputs.loss import ExampleLosses, refuse_other_ways
 from ..inputs.rebind import Bound
 from ..operator.jacobian import Jacobian
 
@@ -22,18 +21,6 @@ from ..operator.jacobian import Jacobian
 def _example_loss(model: Bound, losses: ExampleLosses, one: Call) -> Tensor:
     output = model.run(one.params, one.x)
     return losses.of_each(lambda _: (output, one.y), 1)[0]
-
-
-def _refuse_other_ways(loss: Tensor, at: Call) -> None:
-    """Raise where an example's loss depends on the module's own parameters, not only on those that it is called with."""
-    own = {k: p for k, p in at.module.parameters.items() if k in set(at.trainable)}
-    # what a call is given may itself be made of them, where its result is to be differentiated
-    read = read_from(loss, own, until=[t.grad_fn for t in at.flat()])
-    if read:
-        raise LossError(
-            f"the loss reads {', '.join(map(repr, read))} from the model itself, past the parameters that the function "
-            "is called with, so that part of the gradient would be missing; let the model return what the loss needs of them"
-        )
 
 
 def grad_or_zeros(loss: Tensor, leaves: list[Tensor], create_graph: bool = False) -> list[Tensor]:
@@ -51,9 +38,10 @@ def naive(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = Fals
         for b in range(at.batch):
             value = _example_loss(model, loss, at.examples(b, b + 1))
             if not b:
-                _refuse_other_ways(value, at)
+                refuse_other_ways(value, at)
             rows.append(grad_or_zeros(value, [at.params[k] for k in at.trainable], create_graph))
             losses.append(value if create_graph else value.detach())
+    _refuse_inner_backward(at)
     return _stacked(losses, rows, at, create_graph)
 
 
@@ -65,13 +53,24 @@ def multi(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = Fals
             mine = {k: p.view_as(p) for k, p in at.params.items()}
             losses.append(_example_loss(model, loss, at.examples(b, b + 1).at(mine)))
             if not b:
-                _refuse_other_ways(losses[0], at)
+                refuse_other_ways(losses[0], at)
             aliases.append([mine[k] for k in at.trainable])
         flat = [a for mine in aliases for a in mine]
         grads = grad_or_zeros(torch.stack(losses).sum(), flat, create_graph)
+    _refuse_inner_backward(at)
     n = len(at.trainable)
     rows = [grads[b * n : (b + 1) * n] for b in range(at.batch)]
     return _stacked([v if create_graph else v.detach() for v in losses], rows, at, create_graph)
+
+
+def _refuse_inner_backward(at: Call) -> None:
+    """Raise where a backward inside the model's own, as reversible layers run one, has put gradients where nobody looks."""
+    found = [k for k in at.trainable if at.params[k].is_leaf and at.params[k].grad is not None]
+    if found:
+        raise TraceError(
+            f"the model calls .backward() in its own forward or backward, which gives '{found[0]}' a gradient past the one that "
+            "is asked for; use torch.autograd.grad there, and return the gradients"
+        )
 
 
 def _stacked(losses: list[Tensor], rows: list[list[Tensor]], at: Call, create_graph: bool) -> Jacobian:

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from ..base import trees
 from ..base.compare import TIMES, largest_error, moved
+from ..base.history import history, read_from
 from ..base.modes import validated
 from ..base.numerics import is_inexact
 from ..errors import LossError, MixedExamplesError
+from .call import Call
 from .reductions import NotPerExample, OverExamples, Sizes, Step, common
 from .torch_losses import Loss, vectorised
 
@@ -85,11 +88,14 @@ class ExampleLosses:
         Raises:
             NotPerExample: where the loss does anything else.
         """
-        y = _copied(y)
+        y, given = _copied(y), [t.grad_fn for t in trees.tensors(output)]
         mode = OverExamples(batch, trees.tensors((output, y)), sizes, noting)
         with mode:
             value = self.loss(output, y)
         if not mode.are_numbers(value) or not value.is_floating_point():
+            raise NotPerExample
+        # the code of a custom function has had numbers of all examples in the place of one, and so would its backward
+        if any(isinstance(node, BackwardCFunction) for node in history(value, given)):
             raise NotPerExample
         return value, mode
 
@@ -158,6 +164,21 @@ class ExampleLosses:
             raise LossError(
                 f"{_name(self.loss)} returned {value.dtype}; a loss must be real and floating-point"
             )
+
+
+def refuse_other_ways(losses: Tensor, at: Call, outputs: Iterable[Any] = ()) -> None:
+    """Raise where losses depend on the module's own parameters, not only on those that it is called with.
+
+    `outputs` are autograd's nodes of what the model has computed of these.
+    """
+    own = {k: p for k, p in at.module.parameters.items() if k in set(at.trainable)}
+    # what a call is given may itself be made of them, where its result is to be differentiated
+    read = read_from(losses, own, until=[*outputs, *(t.grad_fn for t in at.flat())])
+    if read:
+        raise LossError(
+            f"the loss reads {', '.join(map(repr, read))} from the model itself, past the parameters that the function "
+            "is called with, so that part of the gradient would be missing; let the model return what the loss needs of them"
+        )
 
 
 def _copied(y: Any) -> Any:

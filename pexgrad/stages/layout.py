@@ -85,7 +85,7 @@ class Anywhere(Layout):
 
 
 class UntoldError(TraceError):
-    """A gradient has reached a value of which it was not known where its examples are."""
+    """A call shows what the trace could not tell, or tells otherwise: where a value's examples are, what a loss gives."""
 
 
 @dataclass(frozen=True)

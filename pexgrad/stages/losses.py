@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,11 +17,12 @@ from ..base.still import StandStill
 from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.loss import ExampleLosses, Examples
+from ..inputs.preserved import preserved
 from ..inputs.reductions import OverExamples, Sizes, Step, is_one_of
 from ..inputs.snapshot import Snapshot, snapshot
 from ..tracing.trace import Trace
 from .few_examples import shrunk, varied
-from .layout import Layout
+from .layout import Layout, UntoldError
 from .loss_graph import LossGraph, recorded
 from .mixing import Mixing
 from .ways import Calls, Way, Ways, form
@@ -111,7 +111,10 @@ class Losses:
         if (ways := self.ways) is None:
             return None
         given, versions, calls = [t.grad_fn for t in tensors], [t._version for t in tensors], Calls()
-        losses = self.loss.of_batch(output, y, batch, calls if ways.noting else contextlib.nullcontext())
+        try:
+            losses = self.loss.of_batch(output, y, batch, calls if ways.noting else contextlib.nullcontext())
+        except LossError as e:
+            raise UntoldError(f"the loss gives something else than when it was traced: {e}") from e
         if is_recorded(losses):
             return losses
         gone = (form(losses, given), *calls.functions)
@@ -127,12 +130,13 @@ class Losses:
         return losses if way.together else None
 
     def _new_way(self, ways: Ways, tensors: Sequence[Tensor], y: Any) -> Way:
-        graph = _graph(self.loss.of_batch, self.outputs, tensors, y) if ways.graph is not None else None
+        with preserved(self.loss.loss):
+            graph = _graph(self.loss.of_batch, self.outputs, tensors, y) if ways.graph is not None else None
         return Way(graph, together=graph is None or graph.mixing() is None)
 
     def _compare(self, tensors: Sequence[Tensor], y: Any, batch: int, first: int) -> None:
         """Raise where the loss gives one of the first examples another number in this batch than alone."""
-        with torch.no_grad(), StandStill():
+        with torch.no_grad(), StandStill(), preserved(self.loss.loss):
             together = self.loss.of_batch(self.outputs.copy(tensors), y, batch)
             self.loss.refuse_mixing(together, self.outputs.copies(tensors, y, batch), min(batch, first))
 
@@ -152,7 +156,7 @@ class Losses:
     def _same_alone(self, known: Reductions, mode: OverExamples, first: list[Tensor], y: Any) -> bool:
         """Whether coefficients that have changed are no numbers made of the size of the batch."""
         if mode.coefficients != known.coefficients:
-            with torch.no_grad(), StandStill():
+            with torch.no_grad(), StandStill(), preserved(self.loss.loss):
                 of_first = self.outputs.whole(first), trees.examples(y, 0, 1)
                 _, alone = self.loss.of_reductions(*of_first, 1, known.sizes)
             if alone.coefficients != mode.coefficients or not is_one_of(alone.steps, known.ways):
@@ -241,9 +245,13 @@ def _reduced(
     graph = _graph(noting, outputs, tensors, y)
     if graph is None or not graph.is_by_example() or graph.mixing() is not None:
         return False
-    # each anew: a loss may write into what it is given
-    whole = functools.partial(outputs.copy, tensors)
-    ways = loss.reduces(whole, y, batch, outputs.copies(tensors, y, batch), sizes)
+    leaves = [t.detach().requires_grad_(is_inexact(t)) for t in tensors]
+
+    def whole() -> Any:  # each anew: a loss may write into what it is given
+        return outputs.whole([t.clone() for t in leaves])
+
+    with torch.enable_grad():
+        ways = loss.reduces(whole, y, batch, outputs.copies(tensors, y, batch), sizes)
     if not ways:
         return None if ways is None else False
     known = Reductions(snapshot(loss.loss), graph, ways, sizes, coefficients=[])

@@ -119,7 +119,8 @@ def _record(
         ) from e
     proxy.node.meta.update(meta or {})
     if result is None:
-        with disable_proxy_modes_tracing():
+        # nor are the modes noted that it switches for itself
+        with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             result = tree_map(_fresh, function(*args, **kwargs))
     track_tensor_tree(result, proxy, constant=None, tracer=tracer)
     return result

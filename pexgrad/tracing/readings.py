@@ -36,7 +36,7 @@ from ..inputs.call import Call
 
 aten = torch.ops.aten
 
-Answer = bool | int
+Answer = bool | int | float
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +164,7 @@ def answering(reader: Reader, running: list[None]) -> Iterator[None]:
     with (
         mock.patch.object(SymNode, "guard_bool", patched(SymNode.guard_bool, bool)),
         mock.patch.object(SymNode, "guard_int", patched(SymNode.guard_int, int)),
+        mock.patch.object(SymNode, "guard_float", patched(SymNode.guard_float, float)),
     ):
         yield
 

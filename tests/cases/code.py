@@ -221,6 +221,16 @@ def inference_mode_block(b):
     return two(forward, b)
 
 
+@case("detach", "may_refuse")
+def inference_mode_around_parameters(b):
+    def forward(s, x):
+        with torch.inference_mode():
+            target = s.a(x)
+        return s.b(torch.tanh(s.a(x) - target.clone().mean(1, keepdim=True)))
+
+    return two(forward, b)
+
+
 # --- backwards of one's own -----------------------------------------------------------------------
 
 
@@ -272,6 +282,39 @@ def straight_through_function(b):
 @case("custom_backward", "may_refuse")
 def function_with_a_parameter(b):
     return two(lambda s, x: s.b(torch.tanh(DoubledLinear.apply(s.a(x), s.w))), b, w=param(4, 4))
+
+
+class Swish(torch.autograd.Function):
+    """Which switches gradients off, where they are off already."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(x * x.sigmoid(), x, g)[0]
+
+
+@case("custom_backward", "may_refuse")
+def function_that_switches_gradients_off(b):
+    return two(lambda s, x: s.b(Swish.apply(s.a(x))), b)
+
+
+@case("custom_backward", "may_refuse")
+def function_that_switches_gradients_off_before_they_are_off(b):
+    def forward(s, x):
+        h = s.b(Swish.apply(s.a(x)))
+        with torch.no_grad():
+            half = h * 0.5
+        return h + half
+
+    return two(forward, b)
 
 
 class ClampedLinear(DoubledLinear):

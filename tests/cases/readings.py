@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn as nn
 
@@ -62,6 +64,20 @@ def switch_kept_in_a_buffer(b):
     model, x, y, loss = masked(lambda s, x, mask: s.lin(x) if s.on else s.lin(-x), b)
     model.register_buffer("on", torch.tensor(1))
     return model, x, y, loss
+
+
+@case("readings", "buffers")
+def numbers_of_floating_buffers(b):
+    def forward(s, x):
+        h = s.lin(x) * float(s.scale) / math.sqrt(s.scale)
+        for _ in range(int(s.steps)):
+            h = h.tanh()
+        return h
+
+    model = Net(forward, lin=nn.Linear(4, 5))
+    model.register_buffer("scale", torch.tensor(1.7))
+    model.register_buffer("steps", torch.tensor(2.0))
+    return model, torch.randn(b, 4), None, wave
 
 
 @case("refused", "naive", match=r"(?is)differs between the examples.*naive")
