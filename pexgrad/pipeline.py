@@ -14,7 +14,7 @@ from .base.still import StandStill
 from .errors import ANY_MODEL, LossError, PexgradError, TraceError
 from .inputs.arguments import Options
 from .inputs.call import Call
-from .inputs.loss import ExampleLosses
+from .inputs.loss import ExampleLosses, refuse_other_ways
 from .inputs.rebind import Bound
 from .inputs.snapshot import Held, Place
 from .operator.component import Term
@@ -78,8 +78,11 @@ class Pipeline:
         create_graph = options.create_graph
         forward = self.program.run(at.values())
         out, views = way_out(forward.outputs), [(t, t._version) for t in forward.outputs if t._is_view()]
+        nodes = [t.grad_fn for t in forward.outputs]
         with torch.enable_grad():
             losses = self.losses(forward.outputs, at.y, at.batch)
+        if self.losses.loss.vectorised is None:  # its code may do something else than when it was looked at
+            refuse_other_ways(losses, at, nodes)
         if any(t._version != version for t, version in views):
             raise LossError(
                 "the loss writes into the model's output, which shares its memory with a value before it, so that gradients "
@@ -100,7 +103,11 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
     """Trace, rewrite, find the sites, tap, and probe on a few examples, which are returned too."""
     trainable = set(call.trainable)
     traced = rehearsed(model, call, lambda: _trace_serving(model, call))
-    held = call.module.contents() if traced.reads_numbers else call.module.places(traced.constants())
+    held = (
+        call.module.contents()
+        if traced.reads_numbers
+        else call.module.places([*traced.constants(), *traced.asked])
+    )
     copied = rewrite(traced, call)
     sites = find_sites(traced, trainable)
     uses = [plan_site(s, traced.batch) for s in sites]

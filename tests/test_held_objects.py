@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import contextvars
+import ctypes
 import functools
+import math
 import types
+from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -14,6 +20,7 @@ from oracle import assert_rows_equal, rows_of
 from torch.overrides import TorchFunctionMode
 
 import pexgrad
+from pexgrad.calls import traces
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -277,6 +284,134 @@ def test_equal_numbers_are_no_change():
     model.k = -0.0
     assert not fn(dict(model.named_parameters()), x, y)["lin.weight"].any()
     assert fn.trace_count == 2 and rows["lin.weight"].any()
+
+
+EQUAL = {
+    "device": lambda: torch.device("cpu", 0),
+    "range": lambda: range(1, 7, 2),
+    "path": lambda: Path("a") / "b",
+    "fraction": lambda: Fraction(1, 3),
+    "number of NumPy's": lambda: np.float64(0.1),
+    "array": lambda: np.arange(3.0),
+    "settings": lambda: types.SimpleNamespace(k=1.0),
+    "lambda": lambda: lambda h: h.tanh(),
+    "partial": lambda: functools.partial(F.leaky_relu, negative_slope=0.1),
+    "nan": lambda: float("nan"),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_objects_are_no_change(name):
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 3)
+
+        def forward(self, x, given):
+            return self.lin(x) * (1 if self.held is None else 2)
+
+    model, x, y = Holds(), torch.randn(5, 4), torch.tensor([0, 2, 1, 1, 0])
+    fn, params = pexgrad.per_example_grad(model, verify=False), dict(model.named_parameters())
+    for _ in range(3):
+        model.held, given = EQUAL[name](), EQUAL[name]()
+        fn(params, (x, given), y)
+    assert fn.trace_count == 1
+
+
+ARRAYS = {
+    "numpy": lambda: np.ones(3),
+    "array": lambda: array.array("d", [1.0, 1.0, 1.0]),
+    "bytearray": lambda: bytearray([1, 1, 1]),
+    "ctypes": lambda: (ctypes.c_double * 3)(1.0, 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_that_changes_in_place(name):
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.factors = nn.Linear(4, 3), ARRAYS[name]()
+
+        def forward(self, x):
+            return self.lin(x) * float(self.factors[1])
+
+    model, x, y = Holds(), torch.randn(5, 4), torch.tensor([0, 2, 1, 1, 0])
+    fn = pexgrad.per_example_grad(model)
+    for factor in (1, 3, 1):
+        model.factors[1] = factor
+        assert_rows_equal(fn(dict(model.named_parameters()), x, y), rows_of(model, F.cross_entropy, x, y))
+    assert fn.trace_count == 2
+
+
+def test_zeros_of_both_signs_among_the_inputs():
+    class Signed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 3)
+
+        def forward(self, x, zero):
+            return self.lin(x) * math.copysign(1.0, zero)
+
+    model, x, y = Signed(), torch.randn(5, 4), torch.tensor([0, 2, 1, 1, 0])
+    fn = pexgrad.per_example_grad(model)
+    rows = [fn(dict(model.named_parameters()), (x, zero), y)["lin.weight"] for zero in (0.0, -0.0)]
+    assert not torch.equal(*rows)
+
+
+def test_a_number_that_is_read_at_every_step_does_not_pile_up_traces(monkeypatch):
+    class Read(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 3)
+            self.register_buffer("level", torch.tensor(0.5))
+
+        def forward(self, x):
+            return self.lin(x) * float(self.level)
+
+    monkeypatch.setattr(traces, "_MOST", 2)
+    model, x, y = Read(), torch.randn(5, 4), torch.tensor([0, 2, 1, 1, 0])
+    fn = pexgrad.per_example_grad(model, verify=False)
+    for _ in range(4):
+        assert_rows_equal(fn(dict(model.named_parameters()), x, y), rows_of(model, F.cross_entropy, x, y))
+        model.level.mul_(1.1)
+    assert fn.trace_count == 2
+
+
+def test_what_a_hook_of_all_modules_reads():
+    scale = {"k": 1.0}
+
+    def hook(module, args, output):
+        return output * scale["k"] if isinstance(module, nn.Linear) else None
+
+    model, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4), torch.tensor([0, 2, 1, 1, 0])
+    fn = pexgrad.per_example_grad(model)
+    for scale["k"] in (1.0, 2.0, 2.0):
+        handle = nn.modules.module.register_module_forward_hook(hook)
+        try:
+            got = fn(dict(model.named_parameters()), x, y)
+            assert_rows_equal(got, rows_of(model, F.cross_entropy, x, y))
+        finally:
+            handle.remove()
+    assert fn.trace_count == 2
+
+
+def test_a_recurrent_layer_beside_a_number_is_not_traced_at_every_step():
+    class Read(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.level = nn.LSTM(4, 3, batch_first=True), torch.tensor(0.5)
+
+        def forward(self, x):
+            return self.lstm(x)[0][:, -1] * float(self.level)
+
+    model, x, y = Read(), torch.randn(5, 2, 4), torch.tensor([0, 2, 1, 1, 0])
+    fn = pexgrad.per_example_grad(model)
+    for _ in range(3):
+        assert_rows_equal(fn(dict(model.named_parameters()), x, y), rows_of(model, F.cross_entropy, x, y))
+        with torch.no_grad():
+            model.lstm.weight_hh_l0.mul_(1.1)
+    assert fn.trace_count == 1
 
 
 def test_data_that_an_object_holds_is_not_gone_through():

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 import pexgrad
+from pexgrad.inputs.snapshot import snapshot
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -532,3 +533,17 @@ def test_what_is_reached_through_other_objects():
     assert_rows_equal(through["a function"](given["a function"], x, y), want)
     rows = through["a method"](params, x, y)
     assert_rows_equal(rows, {k: 3 * r for k, r in first["a method"].items()})
+
+
+def test_functions_that_read_nothing_but_functions_are_known_as_such():
+    def losses(output, y):
+        return F.cross_entropy(output, y, reduction="none")
+
+    def scaled(output, y):
+        return losses(output, y) * scale
+
+    def through(output, y):
+        return losses(output, y)
+
+    scale = 2.0
+    assert [snapshot(f).is_code() for f in (through, scaled)] == [True, False]

@@ -11,6 +11,7 @@ from ..base.fakes import TRACING
 from ..flat.lower import Answer, Lowered, lower
 from ..inputs.arguments import Options
 from ..inputs.call import Call
+from ..inputs.preserved import preserved
 from ..inputs.snapshot import Held, Place, Snapshot, snapshot
 from ..pipeline import Pipeline
 from .repeats import Repeats
@@ -36,7 +37,8 @@ class Graphs:
             for lowered in known:
                 if lowered.serves(call.batch):
                     return lowered
-            known.append(lower(pipeline, call, options, answer, further))
+            with preserved(*self._written_in):
+                known.append(lower(pipeline, call, options, answer, further))
             return known[-1]
 
     def notice_reads(self) -> None:
@@ -45,12 +47,11 @@ class Graphs:
         A tensor is in a graph itself, whatever its numbers become, unless Python code took one out of it.
         """
         reads = [snapshot(function) for function in self._written_in]
-        same = self._reads is not None and all(
-            new.same(old) for new, (old, _) in zip(reads, self._reads, strict=True)
-        )
-        if same and any(graph.reads_numbers for known in self._known.values() for graph in known):
-            same = all(new.holds(tensors) for new, (_, tensors) in zip(reads, self._reads or [], strict=True))
-        if not same:
+        numbers = any(graph.reads_numbers for known in self._known.values() for graph in known)
+        if self._reads is None or not all(
+            new.same(old) and new.holds(tensors, numbers=numbers)
+            for new, (old, tensors) in zip(reads, self._reads, strict=True)
+        ):
             self._known.clear()
             self.repeats.clear()
             self._reads = [(found, found.contents()) for found in reads]

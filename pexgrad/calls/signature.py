@@ -11,7 +11,7 @@ from ..base import trees
 from ..base.modes import users_modes
 from ..inputs.call import Call
 from ..inputs.rebind import global_hooks
-from ..inputs.snapshot import held_by
+from ..inputs.snapshot import ATOMS, exact, held_by
 
 
 def signature(call: Call) -> Any:
@@ -25,17 +25,21 @@ def signature(call: Call) -> Any:
         tuple(call.trainable),
         spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
         tuple(map(_autocast, sorted({"cpu", *(p.device.type for p in call.params.values())}))),
-        global_hooks(), torch.get_default_dtype(), torch.get_default_device(),
-        tuple((type(mode), *map(id, held_by(vars(mode)))) for mode in users_modes()),
+        torch.get_default_dtype(), torch.get_default_device(),
+        tuple(tuple(map(id, held_by(v))) for v in _around()),
     )  # fmt: skip
 
 
 def identified(call: Call) -> list[Any]:
     """The objects that a signature knows by identity, to be kept alive as long as it is: another one may have that then."""
     leaves = trees.flatten((trees.as_call(call.x), call.y))[0]
-    settings = [held for v in leaves if not isinstance(v, Tensor) for held in held_by(v)]
-    of_modes = [held for mode in users_modes() for held in (mode, *held_by(vars(mode)))]
-    return [*call.module.references, *settings, *of_modes]
+    beside = [v for v in leaves if not _is_told(v)]
+    return [*call.module.references, *(held for v in (*beside, *_around()) for held in held_by(v))]
+
+
+def _around() -> list[Any]:
+    """What of the user's runs beside the model: hooks of all modules, and modes of torch's functions, each new one like it."""
+    return [*global_hooks(), *((type(mode), vars(mode)) for mode in users_modes())]
 
 
 def _autocast(device: str) -> torch.dtype | None:
@@ -46,12 +50,16 @@ def _strides(t: Tensor) -> tuple[int, ...] | None:
     return t.stride() if t.layout is torch.strided else None
 
 
+def _is_told(v: Any) -> bool:
+    """Whether a leaf of the inputs is described by itself, and not by what it holds."""
+    return isinstance(v, Tensor) or type(v) in ATOMS
+
+
 def _describe(v: Any) -> Any:
     """What a trace depends on in an input leaf: everything of a tensor but its batch size, all that any other value holds."""
     if isinstance(v, Tensor):
         return v.shape[1:], v.dtype, v.device, v.stride()[1:]
-    # 1, 1.0 and True are equal, but not the same argument to a model
-    if isinstance(v, bool | int | float | str | None):
-        return type(v), v
+    if _is_told(v):
+        return exact(v)
     numbers = v.tobytes() if hasattr(v, "tobytes") else None  # of an array, which may change in place
     return tuple(map(id, held_by(v))), numbers

@@ -17,12 +17,14 @@ from ..errors import ANY_MODEL, LossError, MixedExamplesError, PexgradError, Tra
 from ..inputs.call import Call
 from ..inputs.generators import States
 from ..inputs.loss import ExampleLosses
+from ..inputs.preserved import preserved
 from ..inputs.reads import forget_names
 from ..inputs.rebind import Bound, refuse_backward_hooks
 from ..pipeline import Pipeline, build
 from .signature import identified, signature
 
 _OF_A_KIND = 8  # from which on they are worth a warning
+_MOST = 64  # of one signature that are kept
 
 
 class Traces:
@@ -46,9 +48,10 @@ class Traces:
                     return pipeline
             refuse_backward_hooks(self._model.model)
             self._warn_of_changes(key)
-            with uncompiled(), unvalidated():
+            with uncompiled(), unvalidated(), preserved(self._loss.loss):
                 pipeline = self._made(call)
             known.insert(0, pipeline)  # it may take the place of one that no longer serves
+            del known[_MOST:]  # of a model that reads another number at every step
             self._kept_alive.append(identified(call))
             return pipeline
 

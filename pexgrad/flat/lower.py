@@ -183,7 +183,7 @@ class _Recording:
             return lowered
         try:
             with StandStill():
-                lowered.run([*self.call.examples(0, 0).flat(), *(t[:0] for t in self.further)])
+                lowered.module.forward(*self.call.examples(0, 0).flat(), *(t[:0] for t in self.further))
         except Exception:  # noqa: BLE001 - whatever an operation says of nothing
             symbol, conditions = lowered.batch.batch, lowered.batch.conditions
             some = sympy.Ge(symbol, 1, evaluate=False)  # which a symbol for a size is taken to be

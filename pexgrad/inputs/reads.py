@@ -56,12 +56,12 @@ def of_function(function: FunctionType | MethodType) -> Reads:
 
 
 def of_class(kind: type) -> Reads:
-    """The methods of a class, and its plain attributes; nothing for a library's."""
+    """The methods and attributes of a class; nothing for a library's."""
     held = [(k, _function(v)) for c in _own_bases(kind) for k, v in vars(c).items()]
     return [
         (k, v)
         for k, v in held
-        if isinstance(v, FunctionType) or (isinstance(v, (*_PLAIN, type)) and not k.startswith("__"))
+        if isinstance(v, FunctionType) or not (k.startswith("__") or isinstance(v, MemberDescriptorType))
     ]
 
 
@@ -199,6 +199,11 @@ def is_users(kind: type) -> bool:
     return not is_installed(_file_of(kind))
 
 
+def is_users_alone(kind: type) -> bool:
+    """Whether all code of a class is, so that its objects hold nothing that cannot be seen."""
+    return len(_own_bases(kind)) == len(kind.__mro__) - 1
+
+
 def _own_bases(kind: type) -> list[type]:
     """The class and its bases, as far as they are the user's."""
     if kind not in _own:
@@ -226,7 +231,8 @@ def _named(name: str, value: Any, names: frozenset[str]) -> Reads:
     if isinstance(value, ModuleType):
         return [] if _is_installed(value) else [(name, value)]  # what is in it is looked up by its names
     kind = type(value)
-    if isinstance(value, (*_PLAIN, type, FunctionType, MethodType)):
+    has_more = isinstance(value, list | tuple | set | dict) and is_users(kind)
+    if isinstance(value, (*_PLAIN, type, FunctionType, MethodType)) and not has_more:
         return [(name, value)]
     held: dict[str, Any] = getattr(value, "__dict__", {})
     methods, names = _names_of_methods(kind, names)
@@ -234,7 +240,8 @@ def _named(name: str, value: Any, names: frozenset[str]) -> Reads:
     slots = {n: getattr(value, n, None) for n, v in of_kind.items() if isinstance(v, MemberDescriptorType)}
     if not is_users(kind):  # a namespace, say
         return [(name, value), *_attributes(name, {**slots, **held}, names)]
-    plain = {n: v for n, v in of_kind.items() if isinstance(v, _PLAIN) and n not in held}
+    of_kind = {n: _function(v) for n, v in of_kind.items()}
+    plain = {n: v for n, v in of_kind.items() if not isinstance(v, FunctionType | MemberDescriptorType)}
     return [(name, value), *_attributes(name, {**plain, **slots, **held}, names), *methods]
 
 

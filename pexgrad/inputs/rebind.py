@@ -23,7 +23,7 @@ from ..errors import InputError, TraceError
 from .generators import is_generator
 from .reads import is_users, reaches
 from .rewire import rewire
-from .snapshot import plain_attributes
+from .snapshot import HOW, plain_attributes
 
 
 def shared(value: Any, depth: int = 3) -> Iterator[Any]:
@@ -185,16 +185,16 @@ def _substituted(forward: Callable[..., Any], replacements: dict[int, Tensor]) -
     return run
 
 
-def global_hooks() -> tuple[int, ...]:
-    """The keys of the hooks that are registered for every module there is."""
-    module = torch.nn.modules.module
+def global_hooks() -> list[tuple[Any, ...]]:
+    """The hooks that are registered for every module there is, each with its kind and with how it is called."""
+    module, found = torch.nn.modules.module, []
     if not module._has_any_global_hook():
-        return ()
-    hooks = (
-        module._global_forward_hooks, module._global_forward_pre_hooks,
-        module._global_backward_hooks, module._global_backward_pre_hooks,
-    )  # fmt: skip
-    return tuple(key for held in hooks for key in held)  # a key is given once
+        return found
+    for kind in ("forward_pre", "forward", "backward_pre", "backward"):
+        held = getattr(module, f"_global_{kind}_hooks")
+        ways = [getattr(module, f"_global_{kind}_hooks_{how}", ()) for how in HOW]
+        found += [(kind, hook, *(key in way for way in ways)) for key, hook in held.items()]
+    return found
 
 
 def refuse_backward_hooks(model: nn.Module | Callable[..., Any]) -> None:

@@ -30,7 +30,7 @@ from .disguise import disguised
 from .origins import module_paths, user_line
 from .outputs import FROM_GRAPH, stand_in
 from .readings import Answer, Reader, Reading, holds
-from .watching import watching
+from .watching import Asked, watching
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +47,9 @@ class Trace:
     output_spec: pytree.TreeSpec
     guards: Guards
     readings: tuple[tuple[Reading, Answer], ...]
+    asked: list[
+        Tensor
+    ]  # beside parameters, buffers and inputs, by the model's code: for their shape, if not for their numbers
     reads_numbers: bool  # whether Python code took numbers out of tensors, perhaps out of constants
 
     def serves(self, batch_size: int) -> bool:
@@ -102,6 +105,7 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
     fake_inputs = [fake_batch(mode, t, hint) for t in call.inputs()]
     batch = symbol_of(fake_inputs[0].shape[0])
     seen: dict[str, Any] = {}
+    asked = Asked()
 
     def run(*flat: Tensor) -> list[Tensor]:
         left = iter(flat)
@@ -109,7 +113,7 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
         b = {k: next(left) for k in buffers}
         args, kwargs = trees.unflatten([next(left) if isinstance(v, Tensor) else v for v in leaves], spec)
         forward = model.at(p, b)
-        with module_paths(forward), uncached():
+        with module_paths(forward), uncached(), asked:
             out = forward(*args, **kwargs)
         out_leaves, seen["spec"] = trees.flatten(out)
         seen["leaves"] = [stand_in(v) for v in out_leaves]
@@ -138,6 +142,7 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
         output_spec=seen["spec"],
         guards=Guards(batch, tuple(branches)),
         readings=reader.readings(),
+        asked=[*asked.tensors.values()],
         reads_numbers=bool(reader.numbers),
     )
 

@@ -13,9 +13,12 @@ from unittest import mock
 import sympy
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.fx.experimental.sym_node import SymNode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ..base.fakes import computes_metadata, quiet, symbolic_len
 from .numbers import noting_numbers
@@ -38,6 +41,11 @@ def watching(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
         answering(reader, running),
         torch.backends.opt_einsum.flags(enabled=False),  # its search for a path fixes every size
         symbolic_len(),
+        mock.patch.multiple(
+            torch.inference_mode,
+            __enter__=_in_this_thread(_without_gradients, torch.inference_mode.__enter__),
+            __exit__=_in_this_thread(_as_before, torch.inference_mode.__exit__),
+        ),
         mock.patch.object(nn.Module, "_apply", _in_this_thread(_apply, nn.Module._apply)),
         mock.patch.object(nn.TransformerEncoder, "forward", _without_nesting(nn.TransformerEncoder.forward)),
         noting_numbers(reader.numbers),
@@ -47,6 +55,20 @@ def watching(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
         mock.patch.object(SymNode, "bool_", _noting_branches(SymNode.bool_, batch, branches, running)),
     ):
         yield branches
+
+
+class Asked(TorchFunctionMode):
+    """The tensors with numbers, none of a trace's own, that code computes with or asks for their shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for v in pytree.tree_leaves((args, kwargs)):
+            if isinstance(v, Tensor) and not isinstance(v, FakeTensor):
+                self.tensors[id(v)] = v
+        return func(*args, **(kwargs or {}))
 
 
 def _noting_depth(call: Callable[..., Any], running: list[None]) -> Callable[..., Any]:
@@ -75,6 +97,16 @@ def _noting_branches(
         return answer
 
     return noted
+
+
+def _without_gradients(mode: torch.inference_mode) -> None:
+    """`torch.inference_mode()` for a trace, which would not show it, is `torch.no_grad()`."""
+    mode._no_grad = torch.no_grad() if mode.mode else contextlib.nullcontext()  # pyright: ignore[reportAttributeAccessIssue]
+    mode._no_grad.__enter__()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _as_before(mode: torch.inference_mode, *raised: Any) -> None:
+    mode._no_grad.__exit__(*raised)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _no_metadata(*_: Any) -> None:
