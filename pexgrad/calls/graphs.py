@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -23,7 +24,7 @@ class Graphs:
     def __init__(self, written_in: Sequence[Callable[..., Any]]):
         self.repeats = Repeats()
         self._written_in = written_in
-        self._known: dict[tuple[Pipeline, int], list[Lowered]] = {}
+        self._known: WeakKeyDictionary[Pipeline, dict[int, list[Lowered]]] = WeakKeyDictionary()
         # what the functions read when these were recorded, and the tensors among it as they were
         self._reads: list[tuple[Snapshot, dict[Place, Held]]] | None = None
 
@@ -33,7 +34,7 @@ class Graphs:
         """The graph that serves a call, recorded now if none does."""
         with TRACING:
             self.notice_reads()
-            known = self._known.setdefault((pipeline, len(further)), [])
+            known = self._known.setdefault(pipeline, {}).setdefault(len(further), [])
             for lowered in known:
                 if lowered.serves(call.batch):
                     return lowered
@@ -47,7 +48,8 @@ class Graphs:
         A tensor is in a graph itself, whatever its numbers become, unless Python code took one out of it.
         """
         reads = [snapshot(function) for function in self._written_in]
-        numbers = any(graph.reads_numbers for known in self._known.values() for graph in known)
+        graphs = (graph for of in self._known.values() for known in of.values() for graph in known)
+        numbers = any(graph.reads_numbers for graph in graphs)
         if self._reads is None or not all(
             new.same(old) and new.holds(tensors, numbers=numbers)
             for new, (old, tensors) in zip(reads, self._reads, strict=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ class Repeats:
     """A transform's calls, counted and with their graphs, for each pipeline and batch size."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Pipeline, int, bool], _Repeated] = {}
+        self._known: WeakKeyDictionary[Pipeline, dict[tuple[int, bool], _Repeated]] = WeakKeyDictionary()
 
     def clear(self) -> None:
         """Forget the calls, and their graphs."""
@@ -70,7 +71,8 @@ class Repeats:
         `record()` is the graph of the call, for its batch size alone.
         """
         with TRACING:
-            known = self._known.setdefault((pipeline, call.batch, out is not None), _Repeated())
+            every = self._known.setdefault(pipeline, {})
+            known = every.setdefault((call.batch, out is not None), _Repeated())
         if known.graph is not None:
             return _run(known.graph, call, out)
         start = time.perf_counter()

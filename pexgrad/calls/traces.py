@@ -33,7 +33,7 @@ class Traces:
     def __init__(self, model: Bound, loss: ExampleLosses, *, verified: bool, owner: str):
         self._model, self._loss, self._verified, self._owner = model, loss, verified, owner
         self._known: dict[Any, list[Pipeline]] = {}
-        self._kept_alive: list[list[Any]] = []  # what the keys of _known identify
+        self._kept_alive: dict[Any, list[Any]] = {}  # what the keys of _known identify
 
     def __iter__(self) -> Iterator[Pipeline]:
         return (pipeline for known in self._known.values() for pipeline in known)
@@ -52,7 +52,7 @@ class Traces:
                 pipeline = self._made(call)
             known.insert(0, pipeline)  # it may take the place of one that no longer serves
             del known[_MOST:]  # of a model that reads another number at every step
-            self._kept_alive.append(identified(call))
+            self._kept_alive.setdefault(key, identified(call))
             return pipeline
 
     def anew(self, pipeline: Pipeline, call: Call) -> Pipeline:

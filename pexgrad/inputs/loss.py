@@ -173,8 +173,7 @@ def refuse_other_ways(losses: Tensor, at: Call, outputs: Iterable[Any] = ()) -> 
     """
     own = {k: p for k, p in at.module.parameters.items() if k in set(at.trainable)}
     # what a call is given may itself be made of them, where its result is to be differentiated
-    read = read_from(losses, own, until=[*outputs, *(t.grad_fn for t in at.flat())])
-    if read:
+    if own and (read := read_from(losses, own, until=[*outputs, *(t.grad_fn for t in at.flat())])):
         raise LossError(
             f"the loss reads {', '.join(map(repr, read))} from the model itself, past the parameters that the function "
             "is called with, so that part of the gradient would be missing; let the model return what the loss needs of them"

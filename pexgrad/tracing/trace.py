@@ -47,9 +47,7 @@ class Trace:
     output_spec: pytree.TreeSpec
     guards: Guards
     readings: tuple[tuple[Reading, Answer], ...]
-    asked: list[
-        Tensor
-    ]  # beside parameters, buffers and inputs, by the model's code: for their shape, if not for their numbers
+    asked: list[Tensor]  # others that the model's code has asked for their shape, if not for their numbers
     reads_numbers: bool  # whether Python code took numbers out of tensors, perhaps out of constants
 
     def serves(self, batch_size: int) -> bool:
