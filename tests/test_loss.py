@@ -460,3 +460,13 @@ def test_a_loss_that_writes_into_its_targets(loss, strategy, single):
     for _ in range(2):
         assert_rows_equal(fn(dict(model.named_parameters()), x, y), want)
         assert torch.equal(y, kept)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_an_example_of_a_class_without_weight(smoothing):
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 0.0, 2.0]), label_smoothing=smoothing)
+    model, x, y = nn.Linear(4, 3), torch.randn(4, 4), torch.tensor([0, 1, 2, 1])
+    losses, rows = pexgrad.per_example_value_and_grad(model, loss)(dict(model.named_parameters()), x, y)
+    torch.testing.assert_close(losses, losses_of(model, loss, x, y), equal_nan=True)
+    want = rows_of(model, loss, x, y)
+    torch.testing.assert_close({k: rows[k] for k in want}, want, equal_nan=True)

@@ -57,4 +57,5 @@ def described(value: Any) -> str:
     """What a message says was found in place of a tensor: its shape, its type, or nothing."""
     if isinstance(value, Tensor):
         return str(tuple(value.shape))
-    return "missing" if value is None else f"of type {type(value).__name__}"
+    kind = type(value).__name__
+    return "missing" if value is None else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

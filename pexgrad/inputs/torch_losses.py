@@ -109,7 +109,9 @@ def _classes(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Te
         return each.sum(1)
     if y.is_floating_point():  # class probabilities: a plain mean over positions
         return each.mean(1)
-    return each.sum(1) / _class_weights(y, output, rest).sum(1)
+    total = _class_weights(y, output, rest).sum(1)
+    # nan where nothing counts, also with label smoothing, of which torch divides each part
+    return each.sum(1) / total + (total / total - 1)
 
 
 def _class_weights(y: Tensor, output: Tensor, settings: dict[str, Any]) -> Tensor:
