@@ -299,7 +299,7 @@ class Walk:
                 inside = [*inside, *((k, v) for k, v in vars(value).items() if k in own)]
         # what is in it may tell all: another object for the same thing is no change
         told = isinstance(value, (*_CONTAINERS, *_TOLD)) or is_users_alone(kind)
-        self._marks.append(kind if told and not isinstance(value, type) else value)
+        self._marks.append(kind if told else value)
         if isinstance(value, FunctionType | MethodType):
             names = _looked_up_once(functools.partial(names_in_code, value))
         elif isinstance(value, _CONTAINERS) and is_users(kind):
