@@ -19,6 +19,10 @@ class TraceError(PexgradError, RuntimeError):
     """The model has no static graph, or a part of it that cannot be rewritten exactly."""
 
 
+class OneExampleError(TraceError):
+    """The model has graphs for larger batches, and none for a batch of one."""
+
+
 class MixedExamplesError(PexgradError, RuntimeError):
     """The output of one example depends on another example, so rows are not defined."""
 

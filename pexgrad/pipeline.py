@@ -11,7 +11,7 @@ from .base.fakes import HINT
 from .base.modes import without_autocast
 from .base.nodes import batch_dims, fold_factor_of, value
 from .base.still import StandStill
-from .errors import ANY_MODEL, LossError, PexgradError, TraceError
+from .errors import ANY_MODEL, LossError, OneExampleError, PexgradError, TraceError
 from .inputs.arguments import Options
 from .inputs.call import Call
 from .inputs.loss import ExampleLosses, refuse_other_ways
@@ -127,6 +127,7 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
 def _trace_serving(model: Bound, call: Call) -> Trace:
     """A trace that holds at this batch size: the general one, or one through the branches that this size takes."""
     first: TraceError | None = None
+    serves_others = False
     # tracing at a batch size of one would fix what is only true of one
     for hint in (HINT, *((call.batch,) if call.batch > 1 else (3, 2, call.batch))):
         try:
@@ -136,6 +137,12 @@ def _trace_serving(model: Bound, call: Call) -> Trace:
         else:
             if traced.serves(call.batch):
                 return traced
+            serves_others = True
+    if serves_others and call.batch == 1:
+        raise OneExampleError(
+            "the model, or a function of torch that it calls, treats a batch of one in another way than larger ones, and has no "
+            f"graph of it; give it two examples or more, or {ANY_MODEL}"
+        )
     raise first or TraceError(f"the model has no graph that serves a batch of {call.batch}; {ANY_MODEL}")
 
 

@@ -122,6 +122,51 @@ def test_the_batch_size_in_a_shape(size):
         check(fn, model, torch.randn(b, 2, 3), labels(b))
 
 
+def turned(s, x):
+    """A spatial transformer: `affine_grid` lays its grid out in another way where there is one example."""
+    grid = F.affine_grid(s.locate(x.flatten(1)).view(-1, 2, 3), list(x.shape), align_corners=False)
+    return s.tell(F.grid_sample(x, grid, align_corners=False).flatten(1))
+
+
+def alone(s, x):
+    return s.tell(x.flatten(1) * (3 if x.shape[0] == 1 else 2))
+
+
+@pytest.mark.parametrize("forward", [turned, alone])
+def test_one_example_that_no_trace_serves_is_its_own_definition(forward):
+    model = Net(forward, locate=nn.Linear(16, 6), tell=nn.Linear(16, 5))
+    params, x, y = named(model), torch.randn(1, 1, 4, 4), labels(1)
+    want = rows_of(model, F.cross_entropy, x, y)
+    fn = pexgrad.per_example_grad(model)
+    out = {k: torch.empty_like(r) for k, r in want.items()}
+    for _ in range(2):
+        assert_rows_equal(fn(params, x, y), want)
+        assert fn(params, x, y, out=out)["tell.weight"].data_ptr() == out["tell.weight"].data_ptr()
+        assert_rows_equal(out, want)
+    assert fn.trace_count == 0
+    clipped = pexgrad.clipped_grad(model, max_norm=1e-2)(params, x, y)
+    norm = pexgrad.per_example_jacobian(model)(params, x, y).norms()
+    assert_rows_equal(clipped.grads, {k: r[0] * 1e-2 / norm for k, r in want.items()})
+    lines = fn.explain(params, x, y).lines
+    assert {(line.rule, line.rows) for line in lines} == {("naive", "loop")}
+    with pytest.raises(pexgrad.TraceError, match="treats a batch of one in another way than larger ones"):
+        fn.lower(params, x, y)
+
+
+def test_a_last_chunk_of_one_example_that_no_trace_serves():
+    model = Net(turned, locate=nn.Linear(16, 6), tell=nn.Linear(16, 5))
+    x, y = torch.randn(5, 1, 4, 4), labels(5)
+    for size in (2, 1, None):
+        check(pexgrad.per_example_grad(model, chunk_size=size), model, x, y)
+
+
+def test_a_batch_of_one_treated_in_another_way_than_larger_ones():
+    """Then the definition is not what the model does with a batch."""
+    model = Net(alone, tell=nn.Linear(16, 5))
+    with pytest.raises(pexgrad.VerificationError, match="treats a batch of one"):
+        pexgrad.per_example_grad(model)(named(model), torch.randn(5, 1, 4, 4), labels(5))
+
+
 def test_a_batch_size_made_a_plain_number_is_refused_with_the_line():
     model = Net(lambda s, x: s.lin(x.view(int(x.shape[0]), -1)), lin=nn.Linear(6, 5))
     with pytest.raises(pexgrad.TraceError, match=r"plain number.*test_trace\.py"):

@@ -13,7 +13,15 @@ from ..base.modes import uncompiled, unvalidated
 from ..base.still import StandStill
 from ..definition.remembered import refuse_remembered
 from ..definition.verify import refuse_mixing, verify
-from ..errors import ANY_MODEL, LossError, MixedExamplesError, PexgradError, TraceError, VerificationError
+from ..errors import (
+    ANY_MODEL,
+    LossError,
+    MixedExamplesError,
+    OneExampleError,
+    PexgradError,
+    TraceError,
+    VerificationError,
+)
 from ..inputs.call import Call
 from ..inputs.generators import States
 from ..inputs.loss import ExampleLosses
@@ -34,6 +42,9 @@ class Traces:
         self._model, self._loss, self._verified, self._owner = model, loss, verified, owner
         self._known: dict[Any, list[Pipeline]] = {}
         self._kept_alive: dict[Any, list[Any]] = {}  # what the keys of _known identify
+        self._untraced: dict[
+            Any, list[Any]
+        ] = {}  # the signatures of single examples without a trace, likewise
 
     def __iter__(self) -> Iterator[Pipeline]:
         return (pipeline for known in self._known.values() for pipeline in known)
@@ -54,6 +65,16 @@ class Traces:
             del known[_MOST:]  # of a model that reads another number at every step
             self._kept_alive.setdefault(key, identified(call))
             return pipeline
+
+    def or_none(self, call: Call) -> Pipeline | None:
+        """The same, but None for one example where only more of them have a trace: the definition costs no more there."""
+        if call.batch == 1 and self._untraced and signature(call) in self._untraced:
+            return None
+        try:
+            return self.of(call)
+        except OneExampleError:
+            self._untraced[signature(call)] = identified(call)
+            return None
 
     def anew(self, pipeline: Pipeline, call: Call) -> Pipeline:
         """Another one for a call that this one turned out not to serve."""

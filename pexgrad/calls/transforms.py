@@ -71,7 +71,7 @@ class Transform(Composable):
         with StandStill():  # nothing is drawn for a table
             at = call.at_leaves(attached=self._options.create_graph)
             uses = [] if pipeline is None else pipeline.uses(at, self._options)
-        return explain(pipeline, uses, self._options.strategy, call)
+        return explain(pipeline, uses, self._loop, call)
 
     def _check(self, params: Params, x: Any, y: Any) -> Call:
         return check_call(self._model, params, x, y)
@@ -87,7 +87,7 @@ class Transform(Composable):
         with differentiable_kernels(o.create_graph):
             if pipeline is None:
                 refuse_remembered(self._model, self._loss.loss, call)
-                return LOOPS[o.strategy](self._model, self._loss, at, o.create_graph)
+                return LOOPS[self._loop](self._model, self._loss, at, o.create_graph)
             try:
                 return pipeline.jacobian(at, o)
             except UntoldError:  # this call can tell
@@ -106,8 +106,13 @@ class Transform(Composable):
         return self._options.chunk_size or max(1, call.batch)
 
     def _pipeline_or_none(self, call: Call) -> Pipeline | None:
-        """None for the loops, which trace nothing."""
-        return self._traces.of(call) if self._options.strategy == "crb" else None
+        """None where a loop over the examples answers."""
+        return self._traces.or_none(call) if self._options.strategy == "crb" else None
+
+    @property
+    def _loop(self) -> str:
+        """The strategy of calls that have no pipeline."""
+        return "naive" if self._options.strategy == "crb" else self._options.strategy
 
     def _repeated(
         self,
@@ -123,7 +128,9 @@ class Transform(Composable):
             return eagerly(None)
         with TRACING:
             self._graphs.notice_reads()
-            pipeline = self._traces.of(call)
+            pipeline = self._pipeline_or_none(call)
+        if pipeline is None:
+            return eagerly(None)
 
         def record() -> Lowered:
             options = replace(self._options, verify=False)  # the bits will be compared

@@ -42,7 +42,7 @@ def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, fe
         _refuse_comparing(model, loss, at, want)
         wrong = _wrong(pipeline, model, loss, at, want)
         if wrong is not None and not _agrees_elsewhere(pipeline, model, loss, at, wrong[1]):
-            raise VerificationError(_message(*wrong))
+            raise VerificationError(_message(*wrong, differs_alone=not trace.serves(1)))
 
 
 def _refuse_comparing(model: Bound, loss: ExampleLosses, at: Call, want: Jacobian) -> None:
@@ -158,9 +158,14 @@ def _copies_agree_on(row: dict[str, Tensor], pipeline: Pipeline, model: Bound, a
     return largest_error(row, want, pipeline.trace.rounds_to_half()) is None
 
 
-def _message(name: str, error: float) -> str:
+def _message(name: str, error: float, *, differs_alone: bool) -> str:
     what = f"the gradient of '{name}'" if name else "the loss"
+    why = (
+        "its code asks for the batch size, and treats a batch of one, by which an example's gradient is defined, in another way"
+        if differs_alone
+        else "a cache, a hook, global state or data-dependent code?"
+    )
     return (
         f"{what} differs from the definition on a test batch by a relative error of {error:.1e}, so the traced graph "
-        f"does not compute what the model does (a cache, a hook, global state or data-dependent code?); {ANY_MODEL}"
+        f"does not compute what the model does ({why}); {ANY_MODEL}"
     )
