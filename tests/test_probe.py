@@ -82,6 +82,19 @@ def test_mixing_under_dropout():
     refusal(model, torch.randn(3, 4), labels(3))
 
 
+def test_mixing_that_a_shift_of_all_numbers_would_not_show():
+    """Inputs of one size, as of signs: numbers are drawn for the noise although the model's own stand still meanwhile."""
+
+    def forward(s, x):
+        centred = x - x.mean(1, keepdim=True)
+        return s.lin(centred + centred.flip(0))
+
+    model = Net(forward, lin=nn.Linear(4, 5))
+    x = torch.randn(4, 4).sign()
+    with pytest.raises(pexgrad.MixedExamplesError, match="they mix first in flip"):
+        pexgrad.per_example_grad(model, verify=False)(dict(model.named_parameters()), x, labels(4))
+
+
 def test_shuffling_is_mixing():
     model = Net(lambda s, x: 0.5 * (h := s.lin(x)) + 0.5 * h[torch.randperm(x.shape[0])], lin=nn.Linear(4, 5))
     refusal(model, torch.randn(3, 4), labels(3))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..base.numerics import is_inexact
 from ..inputs.call import Call
@@ -100,7 +101,9 @@ _PERIOD = 1_000_003
 
 def normal_like(t: Tensor, generator: torch.Generator) -> Tensor:
     """Standard normal numbers of t's shape: the same on every device, and whatever the default one."""
-    numbers = torch.randn(min(t.numel(), _PERIOD), generator=generator, device="cpu").to(t.device, t.dtype)
+    with _disable_current_modes():  # among them the one in which random numbers stand still
+        numbers = torch.randn(min(t.numel(), _PERIOD), generator=generator, device="cpu")
+    numbers = numbers.to(t.device, t.dtype)
     return numbers.repeat(-(-t.numel() // _PERIOD))[: t.numel()].view(t.shape)
 
 
@@ -125,7 +128,9 @@ def _varied(t: Tensor, start: int, generator: torch.Generator, scramble: bool) -
         if _takes_noise(t):
             out[start:] += _noise(part, generator)
     elif scramble and t.numel() and t.device.type == "cpu":  # an index out of range would end a CUDA process
-        out[start:] = t.flatten()[torch.randint(t.numel(), part.shape, generator=generator, device="cpu")]
+        with _disable_current_modes():
+            places = torch.randint(t.numel(), part.shape, generator=generator, device="cpu")
+        out[start:] = t.flatten()[places]
     return out
 
 
