@@ -9,6 +9,7 @@ from cases import (  # noqa: F401 - importing a family adds its cases
     conv,
     dense,
     embedding,
+    inner,
     inputs,
     norm,
     parameters,

@@ -112,8 +112,8 @@ def slice_of(output, b):
 def losses_of(model, loss, x, y):
     values = []
     for b in range(batch_size(x)):
-        with restored(model), torch.no_grad():
-            values.append(loss(call(model, example(x, b)), example(y, b)).sum())
+        with restored(model):  # with gradients on, for models that take derivatives
+            values.append(loss(call(model, example(x, b)), example(y, b)).sum().detach())
     return torch.stack(values) if values else torch.zeros(0)
 
 

@@ -20,6 +20,7 @@ from oracle import (
     slice_of,
     tensors,
 )
+from torch.utils._pytree import tree_map
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -28,8 +29,12 @@ DEPENDS_ON_THE_BATCH_SIZE = {"branch_on_the_batch_size_that_matters", "scaled_by
 
 
 def outputs(model, x):
-    with restored(model), torch.no_grad():
-        return call(model, copied(x))
+    with restored(model):  # with gradients on, for models that take derivatives
+        return tree_map(detached, call(model, copied(x)))
+
+
+def detached(leaf):
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def losses_of_the_batch(model, loss, x, y):

@@ -136,11 +136,17 @@ def _levels(t: Tensor) -> Iterator[Tensor]:
         t = _functorch.get_unwrapped(t)
 
 
+def unwrapped(t: Tensor) -> Tensor:
+    """The tensor that `torch.func` transforms have wrapped, with all that they hide of it."""
+    while _functorch.is_functorch_wrapped_tensor(t):
+        t = _functorch.get_unwrapped(t)
+    return t
+
+
 def one_of(t: Tensor) -> Tensor:
     """The first of the values that a wrapped or dual tensor stands for; call it with no transform running."""
     dims = [_functorch.maybe_get_bdim(level) for level in _levels(t) if _functorch.is_batchedtensor(level)]
-    while _functorch.is_functorch_wrapped_tensor(t):
-        t = _functorch.get_unwrapped(t)
+    t = unwrapped(t)
     for dim in reversed(dims):  # each counts the dimensions that the levels further in leave
         t = t.select(dim, 0)
     return t.detach()

@@ -6,6 +6,7 @@ transpose of a convolution from its output to its input, so input and cotangent 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -76,6 +77,22 @@ def conv_bias(g: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
     return Broadcast(channels_last(g), None, shape, dtype)
 
 
+@register_rule(aten.convolution.default, "weight", batch_dim=0)
+def convolution_weight(
+    g: Tensor, input: Tensor, *, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any,
+    groups: int, shape: torch.Size, dtype: torch.dtype, conv_rule: str,
+) -> Conv:  # fmt: skip
+    """Either of them, by the name that they have below autograd."""
+    rule = (
+        functools.partial(conv_transpose_weight, output_padding=output_padding) if transposed else conv_weight
+    )
+    return rule(
+        g, input, stride=stride, padding=padding, dilation=dilation, groups=groups,
+        shape=shape, dtype=dtype, conv_rule=conv_rule,
+    )  # fmt: skip
+
+
+register_rule(aten.convolution.default, "bias", batch_dim=0)(conv_bias)
 for operation in PLAIN:
     register_rule(operation, "weight", batch_dim=0)(conv_weight)
 for operation in TRANSPOSED:

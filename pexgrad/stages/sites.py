@@ -92,7 +92,8 @@ def _refuse_inexact(node: fx.Node, flow: Flow) -> None:
     if flow.batched(node) and _is_training_batch_norm(node):
         raise MixedExamplesError(
             f"batch normalisation in training mode ({where(node)}) mixes the examples of a batch, so a per-example gradient "
-            "is not defined; put the model in .eval(), or use GroupNorm or InstanceNorm instead"
+            "is not defined; put the model in .eval(), or use GroupNorm or InstanceNorm instead (in a model that takes "
+            "derivatives in its own forward, GroupNorm)"
         )
     if not flow.grad_enabled[node]:
         return

@@ -53,8 +53,11 @@ def traced_hooks() -> Iterator[None]:
     plain = Tensor.register_hook
 
     def register_hook(self: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-        if get_proxy_mode() is None:
+        if (mode := get_proxy_mode()) is None:
             return plain(self, hook)
+        if not mode.pre_dispatch:  # the model's own derivatives are taken now
+            with torch._C.DisableTorchFunction():
+                plain(self, hook)
         hooks: OrderedDict[int, Callable[[Tensor], Tensor | None]] = OrderedDict()
         handle = RemovableHandle(hooks)  # a handle removed during the forward leaves nothing to register
         hooks[handle.id] = hook

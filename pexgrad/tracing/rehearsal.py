@@ -43,17 +43,19 @@ def rehearsed(model: Bound, call: Call, tracing: Callable[[], Trace]) -> Trace:
 
 def _rehearse(model: Bound, call: Call) -> list[torch.Generator] | None:
     """Run the model on the first example; the generators that it drew from, or None where it does not take one example."""
-    noting = _Noting()
     params = {k: p.detach() for k, p in call.params.items()}
-    with noting, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            model.run(params, trees.examples(call.x, 0, 1))
-        except TraceError:
-            raise
-        except Exception:  # noqa: BLE001 - what the model itself fails of will be seen on the whole batch
-            return None
-    return noting.generators
+    for gradients in (torch.no_grad, torch.enable_grad):  # which a model that takes derivatives fails without
+        noting = _Noting()
+        with noting, gradients(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                model.run(params, trees.examples(call.x, 0, 1))
+            except TraceError:
+                raise
+            except Exception:  # noqa: BLE001 - what the model itself fails of will be seen on the whole batch
+                continue
+        return noting.generators
+    return None
 
 
 class _Noting(StandStill):

@@ -25,8 +25,10 @@ from ..base.numerics import is_half
 from ..errors import ANY_MODEL, PexgradError, TraceError, first_line
 from ..inputs.call import Call
 from ..inputs.rebind import Bound, uncached
+from .below import BELOW
 from .decompositions import DECOMPOSITIONS
 from .disguise import disguised
+from .inner import FORMS, cutting
 from .origins import module_paths, user_line
 from .outputs import FROM_GRAPH, stand_in
 from .readings import Answer, Reader, Reading, holds
@@ -95,6 +97,21 @@ def trace(model: Bound, call: Call, hint: int) -> Trace:
 
 
 def _trace(model: Bound, call: Call, hint: int) -> Trace:
+    """The trace, recorded below autograd where the model's own code uses that."""
+    asked = Asked()
+    try:
+        traced = _traced(model, call, hint, asked)
+    except TraceError:
+        if not asked.differentiates:
+            raise
+    else:
+        if not asked.differentiates:
+            return traced
+    with cutting():
+        return _traced(model, call, hint, Asked(), below=True)
+
+
+def _traced(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = False) -> Trace:
     params, buffers = call.params, call.module.buffers
     leaves, spec = trees.flatten(trees.as_call(call.x))
     mode, env = symbolic_mode()
@@ -103,7 +120,6 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
     fake_inputs = [fake_batch(mode, t, hint) for t in call.inputs()]
     batch = symbol_of(fake_inputs[0].shape[0])
     seen: dict[str, Any] = {}
-    asked = Asked()
 
     def run(*flat: Tensor) -> list[Tensor]:
         left = iter(flat)
@@ -119,10 +135,10 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
 
     reader = Reader(call, batch)
     with watching(batch, reader) as branches:
-        gm = _recorded(run, [*fake_params, *fake_buffers, *fake_inputs])
+        gm = _recorded(run, [*fake_params, *fake_buffers, *fake_inputs], below=below)
     gm.graph.eliminate_dead_code()
     reader.settle(gm.graph, gm)
-    _refuse_fixed_batch(env, batch, reader.fixed_at)
+    _refuse_fixed_batch(env, batch, reader.fixed_at, below=below)
     _refuse_shapes_of_data(gm.graph, batch)
     if not seen["leaves"] or FROM_GRAPH not in seen["leaves"]:
         raise TraceError(
@@ -145,13 +161,13 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
     )
 
 
-def _recorded(run: Callable[..., list[Tensor]], fakes: list[Tensor]) -> fx.GraphModule:
+def _recorded(run: Callable[..., list[Tensor]], fakes: list[Tensor], *, below: bool) -> fx.GraphModule:
     try:
         return make_fx(
             run,
-            decomposition_table=DECOMPOSITIONS,
+            decomposition_table=BELOW if below else DECOMPOSITIONS,
             tracing_mode="fake",
-            pre_dispatch=True,
+            pre_dispatch=not below,
             _allow_non_fake_inputs=True,
         )(*fakes)
     except PexgradError:
@@ -159,17 +175,22 @@ def _recorded(run: Callable[..., list[Tensor]], fakes: list[Tensor]) -> fx.Graph
     except Exception as e:
         raise TraceError(
             f"the model has no static graph: {type(e).__name__}: {first_line(e)}{user_line(e)}; "
-            f"control flow or shapes that depend on data cannot be traced: {ANY_MODEL}"
+            f"{FORMS if below else 'control flow or shapes that depend on data cannot be traced'}: {ANY_MODEL}"
         ) from e
 
 
-def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, fixed_at: str) -> None:
+def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, fixed_at: str, *, below: bool) -> None:
     if batch not in env.replacements:
         return
     line = f" (at {fixed_at})" if fixed_at else ""
+    remedy = (
+        FORMS
+        if below
+        else "keep it as x.shape[0] or len(x), without int(), range() or a loop over the examples"
+    )
     raise TraceError(
-        f"the model turns the batch size into a plain number{line}, so that its graph holds for one batch size only; keep it as "
-        f"x.shape[0] or len(x), without int(), range() or a loop over the examples; {ANY_MODEL}"
+        f"the model turns the batch size into a plain number{line}, so that its graph holds for one batch size only; {remedy}; "
+        f"{ANY_MODEL}"
     )
 
 

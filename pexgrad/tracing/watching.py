@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..base.fakes import computes_metadata, quiet, symbolic_len
+from ..base.modes import inside_transform
 from .numbers import noting_numbers
 from .opaque import opaque_functions, traced_data, traced_hooks
 from .origins import noting_source
@@ -43,10 +44,10 @@ def watching(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
         symbolic_len(),
         mock.patch.multiple(
             torch.inference_mode,
-            __enter__=_in_this_thread(_without_gradients, torch.inference_mode.__enter__),
-            __exit__=_in_this_thread(_as_before, torch.inference_mode.__exit__),
+            __enter__=in_this_thread(_without_gradients, torch.inference_mode.__enter__),
+            __exit__=in_this_thread(_as_before, torch.inference_mode.__exit__),
         ),
-        mock.patch.object(nn.Module, "_apply", _in_this_thread(_apply, nn.Module._apply)),
+        mock.patch.object(nn.Module, "_apply", in_this_thread(_apply, nn.Module._apply)),
         mock.patch.object(nn.TransformerEncoder, "forward", _without_nesting(nn.TransformerEncoder.forward)),
         noting_numbers(reader.numbers),
         mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _no_metadata),
@@ -57,14 +58,19 @@ def watching(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
         yield branches
 
 
+_DERIVATIVES = {torch.autograd.grad, Tensor.backward}
+
+
 class Asked(TorchFunctionMode):
-    """The tensors with numbers, none of a trace's own, that code computes with or asks for their shape."""
+    """The tensors with numbers, none of a trace's own, that code computes with or asks for their shape; and derivatives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[int, Tensor] = {}
+        self.differentiates = False  # whether it takes derivatives, or uses a transform of torch.func
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.differentiates = self.differentiates or func in _DERIVATIVES or inside_transform()
         for v in pytree.tree_leaves((args, kwargs)):
             if isinstance(v, Tensor) and not isinstance(v, FakeTensor):
                 self.tensors[id(v)] = v
@@ -121,7 +127,8 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
     return module
 
 
-def _in_this_thread(patched: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+def in_this_thread(patched: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """The patched function where the trace runs, and the real one in all other threads."""
     here = threading.get_ident()
 
     def run(*args: Any, **kwargs: Any) -> Any:

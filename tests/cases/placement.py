@@ -211,12 +211,6 @@ def one_forward_for_each_example(b):
     return net, torch.randn(b, 2, 5), None, wave
 
 
-@case("fold", "may_refuse")
-def vmap_inside_forward(b):
-    net = Net(lambda s, x: torch.vmap(lambda example: torch.tanh(s.w @ example))(x), w=param(3, 4))
-    return net, torch.randn(b, 4), None, wave
-
-
 @case("fold")
 def heads_by_task(b):
     """Time-major tokens, a head for each task: no token of the first examples reaches most of them."""
