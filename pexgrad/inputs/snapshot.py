@@ -89,6 +89,11 @@ class Snapshot(NamedTuple):
         """All loose tensors, as they are now."""
         return {place: Held(t, _outline(t), _version(t), _numbers(t)) for place, t in self.loose.items()}
 
+    def values(self) -> list[Held]:
+        """All tensors that are no parameters, as they are now."""
+        tensors = (*self.loose.values(), *self.buffers.values())
+        return [Held(t, _outline(t), _version(t), _numbers(t)) for t in tensors]
+
     def holds(self, places: Mapping[Place, Held], *, numbers: bool = True) -> bool:
         """Whether each of the tensors is still in its place, and as it was, with or without its numbers."""
         return all(

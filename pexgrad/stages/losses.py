@@ -117,6 +117,8 @@ class Losses:
             raise UntoldError(f"the loss gives something else than when it was traced: {e}") from e
         if is_recorded(losses):
             return losses
+        if ways.graph is None:
+            ways.notice(snapshot(self.loss.loss).values())
         gone = (form(losses, given), *calls.functions)
         known = ways.get(gone)
         way = known or self._new_way(ways, tensors, y)
@@ -217,7 +219,9 @@ def _first_way(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor],
         return None
     loss.refuse_mixing(losses, examples, batch)
     graph = _graph(loss.of_batch, outputs, tensors, y)
-    ways = Ways(graph, noting=graph is None or not snapshot(loss.loss).is_code())
+    read = snapshot(loss.loss)
+    ways = Ways(graph, noting=graph is None or not read.is_code())
+    ways.notice(read.values())
     ways.keep((form(losses, nodes), *(calls.functions if ways.noting else ())), Way(graph), batch)
     return ways
 

@@ -6,10 +6,11 @@ the batch dimension, whatever the numbers are:
 
 - it takes values with the batch and gives one without, or one with two batch dimensions: `x.max()`, `z @ z.T`;
 - it sorts, scans or turns along the batch: `cumsum(0)`, `roll(1, 0)`;
-- the size of the batch, or an example's place in it, enters as a number: `h / len(h)`, `torch.arange(len(h))`.
+- it does something else to some places in the batch: `h[2:]`, `h.triu()`, `h.index_fill(0, first, 0)`;
+- the size of the batch, or an example's place in it, enters as a number: `h / len(h)`, `torch.arange(len(h))`, `table[:len(h)]`.
 
 Where that reaches an output, an example's output is not its own. Picking by an index along the batch is left to the probe, as is
-the place of an example where it serves as an index: `h[torch.arange(len(h)), last]` picks from each example.
+the place of an example where it serves as an index of the batch: `h[torch.arange(len(h)), last]` picks from each example.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..base.nodes import (
     batch_dims,
     bind,
     by_name,
+    fold_factor_of,
     is_differentiable,
     is_model_of,
     is_size,
@@ -53,14 +55,15 @@ def first_mixing(
         read = [n for n in node.all_input_nodes if not is_model_of(n, node)]
         if not data.isdisjoint(read):
             data.add(node)
-        counted = _as_numbers(node, read)
+        counted = _as_numbers(node, read, batch)
         found = next((mixed[n] for n in read if n in mixed and (n in counted or not mixed[n].of_size)), None)
         found = found or next((memory[m] for n in counted if (m := storage(n)) in memory), None)
         found = found or _own(node, data, batch)
         if found is not None:
             mixed[node] = found
             memory |= dict.fromkeys(written_memory(node), found)
-    return next((mixed[n] for n in outputs if n in mixed and is_differentiable(value(n))), None)
+    found = (mixed.get(n) or memory.get(storage(n) or 0) for n in outputs if is_differentiable(value(n)))
+    return next(filter(None, found), None)
 
 
 def _own(node: fx.Node, data: set[fx.Node], batch: Any) -> Mixing | None:
@@ -79,7 +82,25 @@ def _looks_at_all(node: fx.Node, data: set[fx.Node], batch: Any) -> bool:
         return False
     if isinstance(val, Tensor) and len(batch_dims(val, batch)) != 1:
         return True
-    return _goes_along(node, batch)
+    return _goes_along(node, batch) or _is_part_of_batch(made_by, val, read, batch)
+
+
+# views of some places along a dimension
+_PARTS = frozenset({
+    "slice", "select", "narrow", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk", "unsafe_chunk",
+    "tensor_split", "unfold", "diagonal",
+})  # fmt: skip
+
+
+def _is_part_of_batch(made_by: Any, val: Any, read: list[fx.Node], batch: Any) -> bool:
+    """Whether a view has some of the examples, and not some part of each: its size is no multiple of the batch's."""
+    if (
+        not isinstance(val, Tensor)
+        or operation(made_by) not in _PARTS
+        or fold_factor_of(val, batch) is not None
+    ):
+        return False
+    return any(fold_factor_of(value(n), batch) is not None for n in read)
 
 
 # operations along a dimension in which every place looks at others
@@ -87,16 +108,35 @@ _ALONG = frozenset({
     "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "kthvalue", "median", "mode",
     "softmax", "_softmax", "log_softmax", "_log_softmax", "flip", "roll", "diff",
 })  # fmt: skip
+# operations that do something else to some places along a dimension, which an index names, or the operation itself
+_AT = frozenset({"index_fill", "index_copy", "index_add", "index_reduce", "index_put", "put"})
+_SOME = _AT | {"triu", "tril", "fill_diagonal", "diagonal_scatter", "slice_scatter", "select_scatter"}
 
 
 def _goes_along(node: fx.Node, batch: Any) -> bool:
-    if not isinstance(node.target, OpOverload) or operation(node).removesuffix("_") not in _ALONG:
+    name = operation(node).removesuffix("_") if isinstance(node.target, OpOverload) else ""
+    if name not in _ALONG | _SOME:
         return False
     named = by_name(node.target, node.args, node.kwargs)
-    dims = named.get("dim", named.get("dims"))
     along = value(named["self"])
-    chosen = range(along.dim()) if dims in (None, [], ()) else [dims] if isinstance(dims, int) else dims
-    return not {d % max(1, along.dim()) for d in chosen}.isdisjoint(batch_dims(along, batch))
+    indices = nodes_in(named.get("indices", named.get("index")))
+    if name in _AT and any(batch_dims(value(n), batch) for n in indices):
+        return False
+    return not {d % max(1, along.dim()) for d in _dims(name, named, along)}.isdisjoint(
+        batch_dims(along, batch)
+    )
+
+
+def _dims(name: str, named: dict[str, Any], along: Tensor) -> Iterable[int]:
+    """The dimensions of a value that an operation goes along."""
+    if name in ("triu", "tril"):
+        return (-2, -1)
+    if name == "diagonal_scatter":
+        return named.get("dim1", 0), named.get("dim2", 1)
+    if name == "index_put":
+        return [i for i, n in enumerate(named["indices"]) if n is not None]
+    dims = named.get("dim", named.get("dims"))
+    return range(along.dim()) if dims in (None, [], ()) else [dims] if isinstance(dims, int) else dims
 
 
 # what is made of the size of the batch where that is among what they are given
@@ -105,17 +145,20 @@ _COUNTS = frozenset({"sum", "cumsum", "count_nonzero"})
 
 
 def _takes_size(node: fx.Node, batch: Any) -> bool:
-    """Whether a number that depends on the batch size takes part in arithmetic."""
-    if not isinstance(node.target, OpOverload) or not isinstance(value(node), Tensor):
+    """Whether a number that depends on the batch size takes part in arithmetic, or says what part of a table is taken."""
+    if not isinstance(node.target, OpOverload):
         return False
-    numbers = torch.Tag.pointwise in node.target.tags or operation(node) in _RANGES
+    table = operation(node) in _PARTS and not batch_dims(value(node.args[0]), batch)  # pyright: ignore[reportArgumentType]
+    numbers = table or torch.Tag.pointwise in node.target.tags or operation(node) in _RANGES
     return any(is_size(a, batch) for a, schema in bind(node) if numbers or schema.name == "fill_value")
 
 
 def _counts(node: fx.Node, batch: Any) -> bool:
-    """Whether numbers that are no example's are added up along the batch."""
-    if not isinstance(node.target, OpOverload) or operation(node) not in _COUNTS:
+    """Whether numbers that are no example's are added up along the batch, or changed at some places of it."""
+    if not isinstance(node.target, OpOverload):
         return False
+    if operation(node) not in _COUNTS:
+        return operation(node).removesuffix("_") in _SOME and _goes_along(node, batch)
     counted = batch_dims(value(node.args[0]), batch)  # pyright: ignore[reportArgumentType]
     return bool(counted) and (not batch_dims(value(node), batch) or _goes_along(node, batch))
 
@@ -124,9 +167,12 @@ def _counts(node: fx.Node, batch: Any) -> bool:
 _PLACES = frozenset({"indices", "index", "offsets", "repeats"})
 
 
-def _as_numbers(node: fx.Node, read: list[fx.Node]) -> list[fx.Node]:
-    """The operands whose values, and not only places that they stand for, go into the result."""
+def _as_numbers(node: fx.Node, read: list[fx.Node], batch: Any) -> list[fx.Node]:
+    """The operands whose values, and not only places among the examples that they stand for, go into the result."""
     if not isinstance(node.target, OpOverload):
         return read
-    places = {n for argument, schema in bind(node) if schema.name in _PLACES for n in nodes_in(argument)}
+    first = next(nodes_in(node.args), None)
+    of_table = first is not None and not batch_dims(value(first), batch)
+    names = _PLACES - {"indices", "index"} if of_table else _PLACES
+    places = {n for argument, schema in bind(node) if schema.name in names for n in nodes_in(argument)}
     return [n for n in read if n not in places]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..inputs.snapshot import Held
 from .loss_graph import LossGraph
 
 Form = tuple[Any, ...]
@@ -89,6 +90,17 @@ class Ways:
         self.noting = noting  # whether the functions that the loss calls belong to the form of a way
         self.largest = 0  # batch that examples have been compared in
         self._known: dict[Form, Way] = {}
+        self._read: list[Held] = []  # by a loss without a graph, when its examples were compared
+
+    def notice(self, read: list[Held]) -> None:
+        """Forget what is known of a loss without a graph where the tensors that it reads have changed: weights by place, say."""
+        same = len(read) == len(self._read) and all(
+            now.tensor is held.tensor and held.is_same(numbers=True)
+            for now, held in zip(read, self._read, strict=True)
+        )
+        if not same:
+            self._known.clear()
+            self._read = read
 
     def get(self, form: Form) -> Way | None:
         """The way of this form."""
