@@ -9,4 +9,5 @@ from .convolving import Geometry as Geometry
 from .dense import Replay as Replay
 from .dense import Rows as Rows
 from .outer import Outer as Outer
+from .permuted import Permuted as Permuted
 from .scatter import Scatter as Scatter

@@ -101,6 +101,10 @@ class Factor(ABC):
             return self
         return replace(self.mapped(accumulable), dtype=torch.float32)  # pyright: ignore[reportArgumentType]
 
+    def settled(self) -> Factor:
+        """The same in less memory, where it costs no more to have that at once."""
+        return self
+
     def balanced(self) -> Self:
         """The same rows, from tensors whose squares are in range wherever those of the rows are."""
         return self

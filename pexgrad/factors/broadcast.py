@@ -5,12 +5,12 @@ G[b, f] = sum_t g[b, t, f] r[b, t, f]        r = 1 where it is None
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..base.numerics import into
+from ..base.numerics import accumulable, into
 from ._base import Factor
 
 
@@ -35,6 +35,11 @@ class Broadcast(Factor):
         product = self.g if self.r is None else self.g * self.r
         summed = product[:, 0] if product.shape[1] == 1 else product.sum(1, dtype=dtype)
         return summed if dtype is None else summed.to(dtype)
+
+    def settled(self) -> Broadcast:
+        if self.g.shape[1] == 1:
+            return self
+        return replace(self, g=self.summed(accumulable(self.g[:0]).dtype).unsqueeze(1), r=None)
 
     def algorithm(self) -> str:
         return "sum over positions"

@@ -32,9 +32,11 @@ class Outer(Factor):
         b, t, h, o = self.g.shape
         # ((b h), o, t), ((b h), t, i)
         g, x = self.g.movedim(1, -1).flatten(0, 1), self.x.movedim(1, -2).flatten(0, 1)
+        # a plain product's own backward would go through the rows twice
+        multiply = torch.mul if t == 1 and not torch.is_grad_enabled() else torch.bmm
         if out is None or out.dtype != g.dtype or not out.is_contiguous():
-            return into(out, (g * x if t == 1 else torch.bmm(g, x)).reshape(b, *self.shape).to(self.dtype))
-        (torch.mul if t == 1 else torch.bmm)(g, x, out=out.view(b * h, o, x.shape[-1]))
+            return into(out, multiply(g, x).reshape(b, *self.shape).to(self.dtype))
+        multiply(g, x, out=out.view(b * h, o, x.shape[-1]))
         return out
 
     def algorithm(self) -> str:

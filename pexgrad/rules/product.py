@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from ..base.equations import parse
 from ..base.nodes import value
-from ..factors import Factor, Outer, Rows
+from ..factors import Factor, Outer, Permuted
 from .linear import together
 from .registry import register_rule
 
@@ -172,11 +172,9 @@ def einsum_operand(index: int) -> Callable[..., Factor]:
             return factor
         if [*heads, *columns, *rows] == list(own):
             return Outer(factor.x, factor.g, shape, dtype)
-        # an order that an outer factor has not: the rows themselves
         made = [*heads, *rows, *columns, *repeated]
-        grid = Outer(factor.g, factor.x, tuple(sizes[c] for c in made if c not in repeated), dtype).rows()
-        grid = grid[(..., *[None] * len(repeated))].expand(-1, *(sizes[c] for c in made))
-        return Rows(grid.permute(0, *(1 + made.index(c) for c in own)))
+        grid, order = tuple(sizes[c] for c in made), tuple(made.index(c) for c in own)
+        return Permuted(factor.g, factor.x, shape, dtype, grid, len(repeated), order)
 
     einsum.__name__ = f"einsum_operand_{index}"
     return einsum

@@ -188,6 +188,8 @@ class Backward:
                     assert own[0] is not None
                     cotangent = bound.layouts[0].split(own[0], self.batch)
                 factor = self._by_rule(bound, call, cotangent, value)
+                if not self.create_graph and not is_recorded(cotangent):
+                    factor = factor.settled()  # what it is made of may go
             yield use.operand, value, factor
 
     def _by_rule(self, bound: BoundSite, call: RuleCall, cotangent: Tensor, operand: Tensor) -> Factor:

@@ -174,7 +174,8 @@ class Losses:
     def are_of_one_tensor(self, tensors: Sequence[Tensor], y: Any) -> bool:
         """Whether they are computed from one tensor, for the whole batch at once."""
         output = self.outputs.whole(tensors)
-        return self._of_torch(output, y) is not None or (self.batched and type(output) is Tensor)
+        together = self.batched or self.reductions is not None
+        return self._of_torch(output, y) is not None or (together and type(output) is Tensor)
 
     def mixing(self) -> Mixing | None:
         """What a loss that takes batches looks at of a whole one, as far as its code has a graph."""

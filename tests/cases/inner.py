@@ -11,6 +11,9 @@ from torch.func import grad as func_grad
 
 from cases.case import Net, case, ids, param, wave
 
+# older ones fix the size of the batch in torch.vmap
+MAPPED = ("inner",) if torch.__version__ >= "2.13" else ("inner", "may_refuse")
+
 
 def mlp(inputs, outputs=1):
     return nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs))
@@ -80,7 +83,7 @@ def values_cut_off_beside_a_slope(b):
     return of(forward, torch.randn(b, 4))
 
 
-@case("inner")
+@case(*MAPPED)
 def detached_inside_transforms(b):
     def forward(s, x):
         def energy(one):
@@ -184,17 +187,17 @@ def slope_with_a_frozen_layer_and_one_in_place(b):
     return of(slope, torch.randn(b, 4), net)
 
 
-@case("inner")
+@case(*MAPPED)
 def vmap_over_examples(b):
     return of(lambda s, x: vmap(s.net, out_dims=1)(x).T, torch.randn(b, 4))
 
 
-@case("inner")
+@case(*MAPPED)
 def vmap_over_positions_of_examples(b):
     return of(lambda s, x: vmap(vmap(s.net))(x) + vmap(s.net)(x), torch.randn(b, 3, 4))
 
 
-@case("inner")
+@case(*MAPPED)
 def vmap_over_members(b):
     def forward(s, x):
         return vmap(lambda w, v: torch.tanh(x @ w) @ v)(s.w, s.v).movedim(0, 1)
@@ -202,7 +205,7 @@ def vmap_over_members(b):
     return Net(forward, w=param(3, 4, 5), v=param(3, 5, 2)), torch.randn(b, 4), None, wave
 
 
-@case("inner")
+@case(*MAPPED)
 def adapted_to_each_task(b):
     """MAML: two steps on the support of a task, and a prediction for its query."""
 
@@ -224,7 +227,7 @@ def adapted_to_each_task(b):
     )
 
 
-@case("inner")
+@case(*MAPPED)
 def jacobian_and_products_with_it(b):
     def forward(s, x):
         jacobian = vmap(jacrev(s.net))(x)
@@ -235,7 +238,7 @@ def jacobian_and_products_with_it(b):
     return of(forward, torch.randn(b, 4), mlp(4, 2))
 
 
-@case("inner")
+@case(*MAPPED)
 def second_derivatives_by_transforms(b):
     def forward(s, x):
         def bend(one):

@@ -125,6 +125,25 @@ def einsum_with_a_parameter(b):
 
 
 @case("product")
+def einsum_with_letters_in_another_order(b):
+    """Rows in an order that no outer product has, the same along one dimension, and of two uses of one parameter."""
+
+    def forward(s, x):
+        basis = torch.stack([x.sin(), x.cos(), x], -1)
+        h = torch.einsum("big,iog->bo", basis, s.first).tanh()
+        h = h + torch.einsum("big,iog->bo", 1 + basis.square(), s.first)
+        return torch.einsum("bo,pok->bp", h, s.second) * torch.einsum("btog,gopt->bp", s.grid(h), s.third)
+
+    model = of(
+        forward, torch.randn(b, 4), first=param(4, 5, 3), second=param(2, 5, 3), third=param(3, 5, 2, 6)
+    )
+    model[0].grid = lambda h: (
+        torch.stack([(i + h).sin() for i in range(18)], -1).unflatten(-1, (6, 3)).transpose(1, 2)
+    )
+    return model
+
+
+@case("product")
 def einsum_with_a_parameter_twice(b):
     return of(lambda s, x: torch.einsum("bi,ij,bj->b", x, s.a, x), torch.randn(b, 4), a=param(4, 4))
 
