@@ -99,7 +99,38 @@ LOSSES = {
         lambda o, y: F.cross_entropy(o, y) if F.cross_entropy(o, y) > 1 else o.mean(), ids(), False,
     ),
     "centred": (lambda o, y: (o - o.mean(0)).square().mean() + o.sum(), ids(), False),
-    "a_number_times_a_vector": (lambda o, y: (F.cross_entropy(o, y) * o).sum(), ids(), False),
+    "a_number_times_a_vector": (lambda o, y: (F.cross_entropy(o, y) * o).sum(), ids(), True),
+    "a_number_times_a_fold": (lambda o, y: (o.mean() * o.repeat_interleave(5, 0) * y.flatten()[:, None]).sum(), ids(5), False),
+    "centred_alone": (lambda o, y: (o - y).square().sum() / (y - y.mean()).square().sum(), numbers(4), True),
+    "of_two_terms": (
+        lambda o, y: torch.stack([F.mse_loss(o, y), F.l1_loss(o, y)]).sum() + torch.stack([o.mean(), y.mean()]).norm(),
+        numbers(4), True,
+    ),
+    "the_larger": (
+        lambda o, y: torch.maximum(F.mse_loss(o, y), o.abs().mean()) + torch.min(o.mean(), y.mean()), numbers(4), True,
+    ),
+    "one_of_two_terms": (lambda o, y: torch.stack([F.mse_loss(o, y), F.l1_loss(o, y)])[1], numbers(4), False),
+    "chosen": (lambda o, y: torch.where(o.mean() > y.mean(), o.sum().sin(), o.prod().detach() * o.std()), numbers(4), True),
+    "decibels": (lambda o, y: -10 * torch.log10(F.mse_loss(o, y)) + (o.sum() / 9).atan2(y.sum()), numbers(4), True),
+    "without_nan": (
+        lambda o, y: (o / y.relu().sign()).sub(9).nan_to_num(posinf=torch.nan).sub(9).sqrt().nansum()
+        + o.where(y > 0, torch.nan).nanmean() / torch.count_nonzero(y > 9).add(1), numbers(4), True,
+    ),
+    "logarithm_of_all": (lambda o, y: torch.logsumexp((o - y).flatten(), 0) + (o * y).view(-1).logsumexp(-1), numbers(4), True),
+    "products": (lambda o, y: torch.dot(o.flatten(), y.flatten()) + torch.dist(o, y) + torch.dist(o, y, p=1), numbers(4), True),
+    "distances": (
+        lambda o, y: torch.cdist(o.view(-1, 2, 2), y).min(-1).values.mean() + F.pairwise_distance(o, y[:, :2].flatten(1)).mean(),
+        numbers(3, 2), True,
+    ),
+    "spectra": (
+        lambda o, y: (torch.fft.rfft(o).abs() - torch.fft.rfft(y).abs()).abs().mean() + torch.fft.fft(o).real.square().sum(),
+        numbers(4), True,
+    ),
+    "windows": (
+        lambda o, y: F.avg_pool2d(o.view(-1, 1, 2, 2), 2, 1).square().sum()
+        + F.conv1d(o[:, None], torch.ones(2, 1, 3)).sin().mean() - F.max_pool1d(o[:, None], 2).mean(), numbers(4), True,
+    ),
+    "a_kernel_of_the_examples": (lambda o, y: F.conv1d(o[None], o[:, None, :2], groups=len(o)).square().mean(), ids(), False),
     "a_hidden_mean": (lambda o, y: F.relu(o - o.detach().mean(0) - 99).mean() + o.mean(), ids(), False),
 }  # fmt: skip
 
@@ -139,6 +170,18 @@ HIDDEN = {
     "one_size": lambda o, y: o.square().mean() * (1.0 if len(o) == 128 else 0.5),
     "without_correction": lambda o, y: o.var(unbiased=False),
     "dimensions": lambda o, y: o.square().mean() * (1 + o.mean().ndim),
+    "spectrum_along_the_batch": lambda o, y: torch.fft.fft(o[:, 0], dim=0).abs().mean(),
+    "distances_in_the_batch": lambda o, y: torch.cdist(o[:, 0], o[:, 1]).mean(),
+    "distances_to_the_first": lambda o, y: F.pairwise_distance(o[:, 0], o[:1, 0]).mean(),
+    "windows_over_the_batch": lambda o, y: F.avg_pool2d(o.transpose(0, 1)[None], 3, 1, 1).square().mean(),
+    "windows_over_one_image": lambda o, y: F.conv1d(o[:, 0], torch.ones(1, len(o), 1)).square().mean(),
+    "stacked_and_cut": lambda o, y: (
+        torch.stack([o.mean(), o.std()])[:1].sum() + torch.stack([o.mean(), o.std()])[0]
+    ),
+    "beside_the_turned": lambda o, y: (o.mean() * o[:, 0].t()).square().mean(),
+    "beside_fewer_dimensions": lambda o, y: (
+        (o.mean() * o[:, 0, 0]).square().mean() + (o[:, 0] * o.mean() + o[:, 0, 0].mean()).mean()
+    ),
     "triplets": lambda o, y: F.triplet_margin_loss(
         o.transpose(0, 1).flatten(0, 1), o.flatten(0, 1), -o.flatten(0, 1)
     ),

@@ -36,16 +36,25 @@ class NotPerExample(Exception):
 
 
 def _every(*names: str) -> frozenset[Any]:
-    own = (getattr(where, n, None) for n in names for where in (torch, Tensor))
+    own = (getattr(where, n, None) for n in names for where in (torch, Tensor, F))
     operators = (getattr(Tensor, f"__{kind}{n}__", None) for n in names for kind in ("", "r", "i"))
     return frozenset({*own, *operators} - {None})
 
 
 # function -> the method that does the same along a dimension, equal maxima included
-_REDUCTIONS = {f: n for n in ("mean", "sum", "prod", "std", "var", "norm", "amax", "amin") for f in _every(n)}
+_NAMES = (
+    "mean", "sum", "prod", "std", "var", "norm", "amax", "amin", "nanmean", "nansum", "count_nonzero", "logsumexp",
+)  # fmt: skip
+_REDUCTIONS = {f: n for n in _NAMES for f in _every(n)}
 _REDUCTIONS |= dict.fromkeys(_every("max"), "amax") | dict.fromkeys(_every("min"), "amin")
 _REDUCTIONS |= dict.fromkeys((torch.linalg.norm, torch.linalg.vector_norm), "norm")
-_ALONG_A_DIMENSION = _every("mean", "sum", "prod", "amax", "amin")
+_ALONG_A_DIMENSION = _every("mean", "sum", "prod", "amax", "amin", "nanmean", "nansum", "logsumexp")
+_LARGER = _every("max", "min")  # of two numbers, as well as of all in a tensor
+# what is made of others
+_MADE_OF = {
+    **dict.fromkeys(_every("dot"), lambda x, y: (x * y).sum()),
+    **dict.fromkeys(_every("dist"), lambda x, y, p=2: (x - y).norm(p=p)),
+}
 # with which torch's own code calls the functions of a tensor
 _DEFAULTS = (
     ("p", "fro"),
@@ -63,9 +72,13 @@ _OF_MANY = frozenset({
     F.cosine_embedding_loss, F.margin_ranking_loss, F.multi_margin_loss, F.multilabel_margin_loss,
     F.multilabel_soft_margin_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
 })  # fmt: skip
+# number by number
 _ARITHMETIC = _every(
     "add", "sub", "mul", "div", "truediv", "true_divide", "neg", "pow", "exp", "log", "sqrt", "square", "abs", "clamp", "relu",
-    "log1p", "expm1", "sigmoid", "tanh", "softplus", "float", "double", "to",
+    "log1p", "expm1", "sigmoid", "tanh", "softplus", "float", "double", "to", "log10", "log2", "exp2", "rsqrt", "reciprocal",
+    "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2", "hypot", "erf", "sign",
+    "maximum", "minimum", "fmax", "fmin", "logaddexp", "clamp_min", "clamp_max", "floor", "ceil", "round", "nan_to_num", "where",
+    "gt", "ge", "lt", "le", "eq", "ne", "detach", "clone", "silu", "gelu", "elu", "leaky_relu", "logsigmoid", "logit", "lgamma",
 )  # fmt: skip
 
 
@@ -184,16 +197,12 @@ class OverExamples(TorchFunctionMode):
         self.coefficients += [a for a in leaves if isinstance(a, float)]
         given = [t for t in leaves if isinstance(t, Tensor)]
         if any(id(t) in self._numbers for t in given):
-            if func in _ARITHMETIC and all(id(t) in self._numbers or not t.dim() for t in given):
-                args = self._of_one(args)
-                self.coefficients += [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
-                return self._noted(func(*args, **kwargs), self._numbers)
-            # a dtype, say; a shape, as another function, is not that of one number
-            if getattr(getattr(func, "__self__", None), "__name__", None) in _PLAIN:
-                return func(*args, **kwargs)
-            raise NotPerExample
+            return self._of_numbers(func, args, kwargs, given)
         if not any(id(t) in self._of_examples for t in given):
             return func(*args, **kwargs)
+        if func in _MADE_OF:
+            with self:
+                return _MADE_OF[func](*args, **kwargs)
         reduced = self._reduced(func, args, kwargs)
         if reduced is not None:
             return self._noted(reduced, self._numbers)
@@ -202,6 +211,28 @@ class OverExamples(TorchFunctionMode):
         if not single and any(isinstance(t, Tensor) and not t.dim() for t in pytree.tree_leaves(result)):
             raise NotPerExample  # reduced in another way
         return self._noted(result, self._of_examples)
+
+    def _of_numbers(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+        """An operation with numbers among its operands, which are one for each example."""
+        if func is torch.stack and len(args) == 1 and not kwargs and all(map(self.are_numbers, given)):
+            return self._noted(torch.stack(args[0], 1), self._of_examples)  # (b, n), of each its vector
+        # a dtype, say; a shape, as another function, is not that of one number
+        if getattr(getattr(func, "__self__", None), "__name__", None) in _PLAIN:
+            return func(*args, **kwargs)
+        if func not in _ARITHMETIC and (func not in _LARGER or len(given) != 2):
+            raise NotPerExample
+        args = self._of_one(args)
+        self.coefficients += [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
+        with_vectors = [t for t in given if t.dim() and not self.are_numbers(t)]
+        if with_vectors:
+            args = [self._beside(a, with_vectors) for a in args]
+        return self._noted(func(*args, **kwargs), self._of_examples if with_vectors else self._numbers)
+
+    def _beside(self, argument: Any, vectors: list[Tensor]) -> Any:
+        """(b, 1, ...) for numbers beside what has (b, ...) for each example."""
+        if any(self._positions(t) != 1 or t.dim() != vectors[0].dim() for t in vectors):
+            raise NotPerExample
+        return argument.reshape(-1, *[1] * (vectors[0].dim() - 1)) if self.are_numbers(argument) else argument
 
     def _of_one(self, args: Any) -> Any:
         """An operation's arguments with sizes of the batch as those of a batch of one: `number / len(output)`."""

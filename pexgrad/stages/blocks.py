@@ -8,6 +8,7 @@ here does not, even where the first numbers do not show it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,7 +39,7 @@ def _names(text: str) -> frozenset[str]:
 # the same numbers in the same places, or a row for each row
 _ROWWISE = _names("""
     clone detach alias contiguous to _to_copy lift_fresh lift_fresh_copy type_as one_hot permute transpose movedim swapaxes t mT
-    adjoint numpy_T broadcast_tensors expand expand_as repeat_interleave
+    adjoint numpy_T broadcast_tensors expand expand_as repeat_interleave real imag view_as_real view_as_complex conj conj_physical
 """)
 # number by number, though their tags may not say so
 _POINTWISE = _names("""
@@ -50,8 +51,11 @@ _RESHAPES = _names("view reshape flatten unflatten _unsafe_view unsqueeze squeez
 _ALONG = _names("""
     sum mean amax amin prod var std norm linalg_vector_norm logsumexp softmax _softmax log_softmax _log_softmax cumsum cumprod
     max min argmax argmin topk sort argsort median gather scatter select slice narrow split split_with_sizes chunk unbind cat
-    flip diff all any cosine_similarity var_mean std_mean index_select
+    flip diff all any cosine_similarity var_mean std_mean index_select nansum nanmean count_nonzero fft_fft fft_ifft fft_rfft
+    fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 stack
 """)
+# over the last so many dimensions of (b, channels, ...)
+_WINDOWS = re.compile(r"(?:conv|(?:adaptive_)?(?:avg|max)_pool|upsample_[a-z]+)([123])d")
 _LOSSES = _names("""
     cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
     binary_cross_entropy_with_logits poisson_nll_loss kl_div hinge_embedding_loss soft_margin_loss cosine_embedding_loss
@@ -129,7 +133,12 @@ class _Leading:
         if name in _LOSSES:
             return named.get("reduction") == 0
         if name in _ALONG:
-            return _goes_along_others(name, named, value(read[0]).dim())
+            return _goes_along_others(name, named, value(read[0]).dim() + (name == "stack"))
+        if window := _WINDOWS.fullmatch(name):
+            image = node.args[0]  # and no kernel of the examples'
+            return read == [image] and value(read[0]).dim() == int(window[1]) + 2
+        if name == "pairwise_distance":
+            return all(value(n).dim() > 1 for n in read)
         return self._multiplies(name, named, read)
 
     def _rows(self, node: fx.Node) -> Any:
@@ -143,6 +152,8 @@ class _Leading:
             return len(read) == 1 and value(read[0]).dim() >= 2
         if name == "einsum":
             return _is_einsum_by_row(named["equation"], [n in read for n in named["tensors"]])
+        if name == "cdist":
+            return all(value(n).dim() >= 3 for n in read)
         if name in ("matmul", "bmm", "baddbmm"):
             alone = len(read) == 1 and named.get("self") is read[0] and value(read[0]).dim() >= 2
             return alone or all(value(n).dim() >= 3 for n in read)
