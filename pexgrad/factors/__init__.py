@@ -8,6 +8,7 @@ from .conv import Conv as Conv
 from .convolving import Geometry as Geometry
 from .dense import Replay as Replay
 from .dense import Rows as Rows
+from .dense import WideRows as WideRows
 from .outer import Outer as Outer
 from .permuted import Permuted as Permuted
 from .scatter import Scatter as Scatter

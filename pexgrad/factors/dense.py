@@ -45,6 +45,29 @@ class Rows(Factor):
 
 
 @dataclass(frozen=True, eq=False)
+class WideRows(Rows):
+    """Rows of half precision in float32, as they are for norms: not rounded, and none that overflows."""
+
+    narrow: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.narrow
+
+    def widened(self) -> Rows:
+        return Rows(self.values)
+
+    def rows(self, out: Tensor | None = None) -> Tensor:
+        return into(out, self.values.to(self.narrow))
+
+    def sq_norms(self) -> Tensor:
+        return self.widened().sq_norms()
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return self.widened().weighted_sum(weights).to(self.narrow)
+
+
+@dataclass(frozen=True, eq=False)
 class Replay(Factor):
     """The fallback: exact for any operation, one vector-Jacobian product of it for each example."""
 

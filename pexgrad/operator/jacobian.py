@@ -17,7 +17,7 @@ from ..base.memory import refuse_shared, room_for_rows, storage_of
 from ..base.modes import recording, without_autocast
 from ..base.numerics import accumulable, is_half, is_inexact, square, sum_of
 from ..errors import InputError
-from ..factors import Rows
+from ..factors import Rows, WideRows
 from ..factors.joined import join
 from ..inputs.call import Call
 from .component import Component, Term, components
@@ -249,12 +249,11 @@ class Jacobian:
             return self
         kept, left = [], KEEP_BYTES
         with self.working():
-            for term in sorted(self.terms, key=_row_bytes):
-                # rows of half precision are rounded, and may overflow, where norms are added up in float32
-                exact = not is_half(term.factor.dtype)
-                if exact and term.factor.keeps_rows() and _row_bytes(term) <= left:
-                    left -= _row_bytes(term)
-                    term = replace(term, factor=Rows(term.factor.rows()))
+            for term in sorted(self.terms, key=_kept_bytes):
+                if term.factor.keeps_rows() and _kept_bytes(term) <= left:
+                    left -= _kept_bytes(term)
+                    rows, dtype = term.factor.widened().rows(), term.factor.dtype
+                    term = replace(term, factor=Rows(rows) if rows.dtype == dtype else WideRows(rows, dtype))
                 kept.append(term)
         return replace(self, terms=kept)
 
@@ -286,8 +285,10 @@ def apart(results: dict[str, Tensor], taken: Iterable[int | None] = ()) -> dict[
     return results
 
 
-def _row_bytes(term: Term) -> int:
-    return term.factor.batch * term.factor.row_numel * term.factor.dtype.itemsize
+def _kept_bytes(term: Term) -> int:
+    """Of rows that are kept, those of half precision in float32."""
+    of_number = torch.float32.itemsize if is_half(term.factor.dtype) else term.factor.dtype.itemsize
+    return term.factor.batch * term.factor.row_numel * of_number
 
 
 def _sqrt(sq: Tensor, differentiable: bool) -> Tensor:

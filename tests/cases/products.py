@@ -125,6 +125,18 @@ def einsum_with_a_parameter(b):
 
 
 @case("product")
+def distances_to_points(b):
+    """From either side, of one position and of several, and to a point that is met."""
+
+    def forward(s, x):
+        h = torch.cdist(x, s.codes).square() + torch.cdist(s.codes[None], x).mT + torch.cdist(x, s.codes, p=1)
+        met = torch.cdist(torch.cat([s.codes[:1].detach().expand(x.shape[0], 1, 4), x], 1), s.codes)
+        return h.sin() + met[:, 1:] + torch.cdist(x[:, 0].contiguous(), s.codes)[:, None].cos()
+
+    return of(forward, torch.randn(b, 3, 4), codes=param(5, 4))
+
+
+@case("product")
 def einsum_with_letters_in_another_order(b):
     """Rows in an order that no outer product has, the same along one dimension, and of two uses of one parameter."""
 
