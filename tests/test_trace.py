@@ -173,6 +173,14 @@ def test_a_batch_size_made_a_plain_number_is_refused_with_the_line():
         pexgrad.per_example_grad(model)(named(model), torch.randn(3, 2, 3), labels(3))
 
 
+def test_a_function_of_torch_that_fixes_the_batch_size():
+    model = Net(lambda s, x: torch.kron(s.lin(x), torch.ones(1, 2)), lin=nn.Linear(6, 5))
+    with pytest.raises(
+        pexgrad.TraceError, match="a function of torch that the model calls turns .* simpler operations"
+    ):
+        pexgrad.per_example_grad(model)(named(model), torch.randn(3, 6), labels(3))
+
+
 def test_a_batch_size_written_into_the_code():
     """A model that only works at one batch size is no model of one example."""
     model = Net(lambda s, x: s.lin(x.view(3, 4)), lin=nn.Linear(4, 5))

@@ -182,15 +182,11 @@ def _recorded(run: Callable[..., list[Tensor]], fakes: list[Tensor], *, below: b
 def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, fixed_at: str, *, below: bool) -> None:
     if batch not in env.replacements:
         return
-    line = f" (at {fixed_at})" if fixed_at else ""
-    remedy = (
-        FORMS
-        if below
-        else "keep it as x.shape[0] or len(x), without int(), range() or a loop over the examples"
-    )
+    who = f"the model (at {fixed_at})" if fixed_at else "a function of torch that the model calls"
+    by_code = "keep it as x.shape[0] or len(x), without int(), range() or a loop over the examples"
+    remedy = FORMS if below else by_code if fixed_at else "write it out in simpler operations"
     raise TraceError(
-        f"the model turns the batch size into a plain number{line}, so that its graph holds for one batch size only; {remedy}; "
-        f"{ANY_MODEL}"
+        f"{who} turns the batch size into a plain number, so that its graph holds for one batch size only; {remedy}; {ANY_MODEL}"
     )
 
 
