@@ -176,7 +176,7 @@ def test_a_batch_size_made_a_plain_number_is_refused_with_the_line():
 def test_a_function_of_torch_that_fixes_the_batch_size():
     model = Net(lambda s, x: torch.kron(s.lin(x), torch.ones(1, 2)), lin=nn.Linear(6, 5))
     with pytest.raises(
-        pexgrad.TraceError, match="a function of torch that the model calls turns .* simpler operations"
+        pexgrad.TraceError, match=r"a function of torch that the model calls turns .* simpler operations"
     ):
         pexgrad.per_example_grad(model)(named(model), torch.randn(3, 6), labels(3))
 

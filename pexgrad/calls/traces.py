@@ -42,9 +42,8 @@ class Traces:
         self._model, self._loss, self._verified, self._owner = model, loss, verified, owner
         self._known: dict[Any, list[Pipeline]] = {}
         self._kept_alive: dict[Any, list[Any]] = {}  # what the keys of _known identify
-        self._untraced: dict[
-            Any, list[Any]
-        ] = {}  # the signatures of single examples without a trace, likewise
+        # likewise, by the signatures of single examples that have no trace
+        self._untraced: dict[Any, list[Any]] = {}
 
     def __iter__(self) -> Iterator[Pipeline]:
         return (pipeline for known in self._known.values() for pipeline in known)

@@ -26,10 +26,9 @@ class Permuted(Factor):
     x: Tensor  # (b, t, h, i)
     shape: tuple[int, ...]
     dtype: torch.dtype
-    grid: tuple[
-        int, ...
-    ]  # the sizes of the outer factor's dimensions, then those along which rows are the same
-    repeated: int  # how many of these there are
+    # the sizes of the outer factor's dimensions, then of so many repeated ones, along which rows are the same
+    grid: tuple[int, ...]
+    repeated: int
     order: tuple[int, ...]  # the places in the grid of the operand's dimensions
 
     tensors = "g", "x"

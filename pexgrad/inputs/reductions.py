@@ -225,6 +225,8 @@ class OverExamples(TorchFunctionMode):
         self.coefficients += [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
         with_vectors = [t for t in given if t.dim() and not self.are_numbers(t)]
         if with_vectors:
+            if any(isinstance(v, Tensor) for v in kwargs.values()):
+                raise NotPerExample
             args = [self._beside(a, with_vectors) for a in args]
         return self._noted(func(*args, **kwargs), self._of_examples if with_vectors else self._numbers)
 

@@ -83,10 +83,8 @@ def convolution_weight(
     groups: int, shape: torch.Size, dtype: torch.dtype, conv_rule: str,
 ) -> Conv:  # fmt: skip
     """Either of them, by the name that they have below autograd."""
-    rule = (
-        functools.partial(conv_transpose_weight, output_padding=output_padding) if transposed else conv_weight
-    )
-    return rule(
+    transpose = functools.partial(conv_transpose_weight, output_padding=output_padding)
+    return (transpose if transposed else conv_weight)(
         g, input, stride=stride, padding=padding, dilation=dilation, groups=groups,
         shape=shape, dtype=dtype, conv_rule=conv_rule,
     )  # fmt: skip
