@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
@@ -78,6 +80,26 @@ def test_parts_of_each_example_are_no_places_in_the_batch(forward):
         x = torch.randn(b, 3)
         rows = pexgrad.per_example_grad(model, wave)(dict(model.named_parameters()), x)
         assert_rows_equal(rows, rows_of(model, wave, x, None))
+
+
+def test_a_cache_with_room_for_more_examples():
+    """Keys and values of a decoder, written at their places and read again."""
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.register_buffer("keys", torch.zeros(8, 6, 3))
+
+        def forward(self, x):
+            b, t = x.shape[0], x.shape[1]
+            self.keys[:b, 1 : 1 + t] = self.k(x)
+            keys = self.keys[:b, : 1 + t]
+            return (self.q(x) @ keys.mT).softmax(-1) @ keys
+
+    model, x = Decoder(), torch.randn(5, 4, 3)
+    rows = pexgrad.per_example_grad(model, wave)(dict(model.named_parameters()), x)
+    assert_rows_equal(rows, rows_of(copy.deepcopy(model), wave, x, None))
 
 
 def test_weights_of_places_in_a_loss_that_are_alike_at_first():

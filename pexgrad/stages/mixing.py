@@ -38,6 +38,8 @@ from ..base.nodes import (
     written_memory,
 )
 
+aten = torch.ops.aten
+
 
 class Mixing(NamedTuple):
     """An operation that looks at all examples, or a number that depends on how many there are."""
@@ -51,6 +53,9 @@ def first_mixing(
 ) -> Mixing | None:
     """The first thing of that kind that one of the outputs, as a number, depends on; None where there is none."""
     data, mixed, memory = set(inputs), dict[fx.Node, Mixing](), dict[int, Mixing]()
+    written = set[
+        int | None
+    ]()  # memory that values have been written to: a cache, of which this call reads what it has put there
     for node in graph.nodes:
         read = [n for n in node.all_input_nodes if not is_model_of(n, node)]
         if not data.isdisjoint(read):
@@ -59,6 +64,9 @@ def first_mixing(
         found = next((mixed[n] for n in read if n in mixed and (n in counted or not mixed[n].of_size)), None)
         found = found or next((memory[m] for n in counted if (m := storage(n)) in memory), None)
         found = found or _own(node, data, batch)
+        if found is None and storage(node) not in written and _is_part_of_table(node, batch):
+            found = Mixing(node, of_size=True)
+        written |= written_memory(node)
         if found is not None:
             mixed[node] = found
             memory |= dict.fromkeys(written_memory(node), found)
@@ -144,12 +152,19 @@ _RANGES = frozenset({"arange", "linspace", "eye", "scalar_tensor"})
 _COUNTS = frozenset({"sum", "cumsum", "count_nonzero"})
 
 
-def _takes_size(node: fx.Node, batch: Any) -> bool:
-    """Whether a number that depends on the batch size takes part in arithmetic, or says what part of a table is taken."""
-    if not isinstance(node.target, OpOverload):
+def _is_part_of_table(node: fx.Node, batch: Any) -> bool:
+    """Whether the batch size says what part of a value without the batch is taken."""
+    if not isinstance(node.target, OpOverload) or operation(node) not in _PARTS:
         return False
-    table = operation(node) in _PARTS and not batch_dims(value(node.args[0]), batch)  # pyright: ignore[reportArgumentType]
-    numbers = table or torch.Tag.pointwise in node.target.tags or operation(node) in _RANGES
+    of_table = not batch_dims(value(node.args[0]), batch)  # pyright: ignore[reportArgumentType]
+    return of_table and any(is_size(a, batch) for a, _ in bind(node))
+
+
+def _takes_size(node: fx.Node, batch: Any) -> bool:
+    """Whether a number that depends on the batch size takes part in arithmetic."""
+    if not isinstance(node.target, OpOverload) or not isinstance(value(node), Tensor):
+        return False
+    numbers = torch.Tag.pointwise in node.target.tags or operation(node) in _RANGES
     return any(is_size(a, batch) for a, schema in bind(node) if numbers or schema.name == "fill_value")
 
 
@@ -171,6 +186,8 @@ def _as_numbers(node: fx.Node, read: list[fx.Node], batch: Any) -> list[fx.Node]
     """The operands whose values, and not only places among the examples that they stand for, go into the result."""
     if not isinstance(node.target, OpOverload):
         return read
+    if node.target is aten.copy_.default:  # over whatever was there
+        read = [n for n in read if n is not node.args[0]]
     first = next(nodes_in(node.args), None)
     of_table = first is not None and not batch_dims(value(first), batch)
     names = _PLACES - {"indices", "index"} if of_table else _PLACES
