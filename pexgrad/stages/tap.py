@@ -6,7 +6,9 @@ tensor itself an edge stays right when a later operation changes the activation 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.graph import CodeGen
 
+from ..base.modes import without_autocast
 from ..base.nodes import Writes, put_behind, returned, value, where
 from ..errors import ANY_MODEL, TraceError
 from ..tracing.trace import Trace
@@ -60,6 +63,15 @@ class Program:
     module: fx.GraphModule
     slots: list[Slots]
     parts: dict[int, Part]
+    below: bool  # whether it was recorded below autograd, where autocast has been and gone
+
+    def running(self, values: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """What it runs in."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.enable_grad())
+        if self.below:
+            stack.enter_context(without_autocast(values[0].device.type))
+        return stack
 
     @property
     def outputs(self) -> list[fx.Node]:
@@ -68,7 +80,7 @@ class Program:
 
     def run(self, values: Sequence[Tensor]) -> Forward:
         """Run forward on parameters, buffers and inputs."""
-        with torch.enable_grad():
+        with self.running(values):
             return Forward(*self.module.forward(*values), parts=self.parts)
 
 
@@ -118,7 +130,7 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
     output.args = ((output.args[0], edges, list(residuals), list(operands)),)
     graph.set_codegen(CodeGen())
     graph.lint()
-    return Program(fx.GraphModule(trace.root, graph), slots, parts)
+    return Program(fx.GraphModule(trace.root, graph), slots, parts, trace.below)
 
 
 def own_memory(activation: Tensor) -> Tensor:

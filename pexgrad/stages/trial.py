@@ -38,9 +38,9 @@ class Trial:
 
     def values(self) -> dict[fx.Node, Tensor]:
         """Every value on the way."""
-        recorder = _Recorder(self.program.module)
-        with torch.enable_grad():
-            recorder.run(*self.call.values())
+        recorder, values = _Recorder(self.program.module), self.call.values()
+        with self.program.running(values):
+            recorder.run(*values)
         return recorder.kept
 
     def of(self, call: Call) -> Trial:

@@ -38,7 +38,7 @@ FORMS = (
 @contextlib.contextmanager
 def cutting() -> Iterator[None]:
     """Record as detached what the code detaches, and all that it computes while gradients are off."""
-    detach, linear, hooks = Tensor.detach, F.linear, saved_tensors_hooks
+    detach, detach_, linear, hooks = Tensor.detach, Tensor.detach_, F.linear, saved_tensors_hooks
 
     def mapped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if get_proxy_mode() is None or not inside_transform():
@@ -52,8 +52,16 @@ def cutting() -> Iterator[None]:
             _cut(unwrapped(out), mode.tracer)
         return out
 
+    def detached_in_place(self: Tensor) -> Tensor:
+        detach_(self)
+        if (mode := get_proxy_mode()) is not None:
+            _cut(unwrapped(self), mode.tracer)
+        return self
+
     with (
         mock.patch.object(Tensor, "detach", detached),
+        mock.patch.object(torch, "detach", detached),
+        mock.patch.object(Tensor, "detach_", detached_in_place),
         mock.patch.object(F, "linear", mapped_linear),
         # hooks of a checkpoint, say, would detach what a backward needs
         mock.patch.multiple(

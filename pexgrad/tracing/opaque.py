@@ -17,10 +17,13 @@ import torch.utils.checkpoint
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from ..base import trees
+from ..base.modes import inside_transform
 from ..base.source import calling_line
 from ..errors import ANY_MODEL, TraceError, first_line
 
@@ -43,8 +46,40 @@ def opaque_functions() -> Iterator[None]:
             return plain(*args, **kwargs)
         return _record(_named(plain, cls.__name__), args, kwargs)
 
-    with mock.patch.object(Function, "apply", classmethod(traced_apply)):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Function, "apply", classmethod(traced_apply)))
+        for cls in _users(Function):
+            forward = staticmethod(_traced_forward(cls, cls.forward, apply))
+            patches.enter_context(mock.patch.object(cls, "forward", forward))
         yield
+
+
+def _users(kind: type) -> Iterator[type[Function]]:
+    """The user's classes of functions that have a forward of their own."""
+    for cls in kind.__subclasses__():
+        if isinstance(cls.__dict__.get("forward"), staticmethod) and not cls.__module__.startswith("torch."):
+            yield cls
+        yield from _users(cls)
+
+
+def _traced_forward(cls: type[Function], forward: Callable[..., Any], apply: Any) -> Callable[..., Any]:
+    """The forward of a function whose `apply` was bound before the trace: `ste = Ste.apply`."""
+
+    def traced(*args: Any) -> Any:
+        if get_proxy_mode() is None or inside_transform():
+            return forward(*args)
+        has_context = cls.setup_context is _SingleLevelFunction.setup_context
+        of, given = (type(args[0])._forward_cls, args[1:]) if has_context else (cls, args)
+        with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+            result = forward(*args)
+        if any(r is v for r in trees.tensors(result) for v in given):
+            raise TraceError(
+                f"the custom autograd.Function {of.__name__}, whose apply was bound before (at {calling_line()}), returns one of "
+                f"its inputs, which a graph cannot tell apart; call {of.__name__}.apply where it is used"
+            )
+        return _record(_named(apply.__get__(None, of), of.__name__), given, {}, result=result)
+
+    return traced
 
 
 @contextlib.contextmanager
@@ -55,25 +90,46 @@ def traced_hooks() -> Iterator[None]:
     def register_hook(self: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         if (mode := get_proxy_mode()) is None:
             return plain(self, hook)
+        own = None
         if not mode.pre_dispatch:  # the model's own derivatives are taken now
             with torch._C.DisableTorchFunction():
-                plain(self, hook)
-        hooks: OrderedDict[int, Callable[[Tensor], Tensor | None]] = OrderedDict()
-        handle = RemovableHandle(hooks)  # a handle removed during the forward leaves nothing to register
+                own = plain(self, hook)
+        before = mode.tracer.unwrap_proxy(self)
+        # one node for all hooks of a value: they run in turn
+        hooks = before.node.meta.get(HOOKED) if isinstance(before, fx.Proxy) else None
+        if not hooks:
+            hooks = OrderedDict[int, Callable[[Tensor], Tensor | None]]()
+            _record(_attaching(hooks, plain), (self,), {}, meta={HOOKED: hooks}, result=self)
+        handle = _Handle(hooks, own)  # a handle removed during the forward leaves nothing to register
         hooks[handle.id] = hook
-
-        def attach(value: Tensor) -> Tensor:
-            out = value.view_as(value)
-            if out.requires_grad:
-                for h in hooks.values():
-                    plain(out, h)
-            return out
-
-        _record(attach, (self,), {}, meta={HOOKED: True}, result=self)
         return handle
 
     with mock.patch.object(Tensor, "register_hook", register_hook):
         yield
+
+
+class _Handle(RemovableHandle):
+    """Takes a hook out of the graph, and out of the trace's own run, where it is."""
+
+    def __init__(self, hooks: dict[int, Any], own: RemovableHandle | None):
+        super().__init__(hooks)
+        self._own = own
+
+    def remove(self) -> None:
+        super().remove()
+        if self._own is not None:
+            self._own.remove()
+
+
+def _attaching(hooks: dict[int, Any], register: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    def attach(value: Tensor) -> Tensor:
+        out = value.view_as(value)
+        if out.requires_grad:
+            for hook in hooks.values():
+                register(out, hook)
+        return out
+
+    return attach
 
 
 @contextlib.contextmanager

@@ -51,6 +51,7 @@ class Trace:
     readings: tuple[tuple[Reading, Answer], ...]
     asked: list[Tensor]  # others that the model's code has asked for their shape, if not for their numbers
     reads_numbers: bool  # whether Python code took numbers out of tensors, perhaps out of constants
+    below: bool  # whether it was recorded below autograd, and below autocast
 
     def serves(self, batch_size: int) -> bool:
         """Whether every branch that the model's code took on the batch size goes the same way here."""
@@ -158,6 +159,7 @@ def _traced(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = 
         readings=reader.readings(),
         asked=[*asked.tensors.values()],
         reads_numbers=bool(reader.numbers),
+        below=below,
     )
 
 
