@@ -7,7 +7,7 @@ import torch
 from cases.case import Net, wave
 from cases.inner import mlp, slope
 from models import pick
-from oracle import assert_rows_equal, rows_of
+from oracle import assert_rows_equal, losses_of, rows_of
 from torch.func import jacfwd, jvp, vmap
 
 import pexgrad
@@ -89,6 +89,40 @@ def test_the_tangent_kernel_of_a_differential_equation():
         dict(model.named_parameters()), x
     ).gram()
     torch.testing.assert_close(kernel, flat @ flat.T, rtol=1e-9, atol=1e-9)
+
+
+def test_autocast_switched_off_inside():
+    """The graph has the casts in it."""
+
+    def forward(s, x):
+        with torch.autocast("cpu", enabled=False):
+            return slope(s, x)
+
+    model, x = Net(forward, net=mlp(4)).float(), 100 * torch.randn(4, 4, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want = losses_of(model, wave, x, None)
+        losses, _ = pexgrad.per_example_value_and_grad(model, wave)(dict(model.named_parameters()), x)
+    torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_that_saves_its_output():
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(y := x.exp())
+            return y
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0]
+
+    def forward(s, x):
+        x = x.requires_grad_()
+        return torch.autograd.grad(Exp.apply(s.net(x)).sum(), x, create_graph=True)[0]
+
+    refusal(
+        forward, r"computed behind the trace: perhaps by a custom autograd.Function that saves its output"
+    )
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="no generator in a graph")

@@ -44,6 +44,21 @@ def half_detached(s, x):
         (lambda s, x: s.lin(x) * torch.ones_like(x).tril(-2), "tril"),
         (lambda s, x: s.lin(x).index_fill(0, torch.tensor([0]), 0), "index_fill"),
         (lambda s, x: s.lin(x).index_put((torch.tensor([0]),), x.new_zeros(1, 3)), "index_put"),
+        (lambda s, x: s.lin(x) + s.gate * F.avg_pool1d(s.lin(x).t(), 3, 1, 1).t(), "avg_pool1d"),
+        (
+            lambda s, x: (
+                s.lin(x) + s.gate * F.conv1d(s.lin(x).t()[None], torch.ones(3, 3, 3), padding=1)[0].t()
+            ),
+            "conv1d",
+        ),
+        (lambda s, x: s.lin(x) + s.gate * torch.fft.fft(s.lin(x), dim=0).real, "fft_fft"),
+        (lambda s, x: s.lin(x) + s.gate * F.pad(s.lin(x), (0, 0, 1, 0))[:-1], "(pad|slice)"),
+        (
+            lambda s, x: s.lin(x) + s.gate * F.scaled_dot_product_attention(*[s.lin(x)[None]] * 3)[0],
+            "scaled_dot",
+        ),
+        (lambda s, x: s.lin(x) + s.gate * torch.zeros(x.shape[0]).softmax(0)[:, None], "softmax"),
+        (lambda s, x: s.lin(x) + s.gate * torch.ones(x.shape[0]).norm(), "linalg_vector_norm"),
         (lambda s, x: s.lin(x) * s.state[: x.shape[0]], "slice"),
         (lambda s, x: s.lin(x) * s.state.narrow(0, 0, x.shape[0]), "narrow"),
         (lambda s, x: s.lin(x) * s.state[torch.arange(x.shape[0])], "arange"),
@@ -54,6 +69,7 @@ def test_what_acts_on_some_places_in_the_batch(forward, through):
     """On places that no comparison of a few examples looks at, or with numbers that are alike at first."""
     model = Net(forward, lin=nn.Linear(3, 3))
     model.register_buffer("state", torch.ones(8, 3))
+    model.register_buffer("gate", torch.zeros(()))  # which hides a term at first
     for b in (8, 5, 2):
         with pytest.raises(
             pexgrad.MixedExamplesError, match=f"through {through}|depends on {through}|first in {through}"
@@ -70,6 +86,12 @@ def test_what_acts_on_some_places_in_the_batch(forward, through):
         lambda s, x: s.lin(x)[torch.arange(x.shape[0]), 1:],
         lambda s, x: s.lin(x).index_fill(1, torch.tensor([1]), 0),
         lambda s, x: s.lin(x)[:, None].expand(-1, 3, -1).triu(),
+        lambda s, x: F.conv1d(x[None], s.lin(x)[:, None, :2].contiguous(), groups=x.shape[0])[0],
+        lambda s, x: F.pad(F.avg_pool1d(s.lin(x)[:, None], 2), (1, 0))[:, 0],
+        lambda s, x: F.scaled_dot_product_attention(*[s.lin(x)[None, :, None]] * 3)[0, :, 0],
+        lambda s, x: (
+            torch.fft.fft(s.lin(x)).real * torch.ones(x.shape[0], 3).softmax(1).norm(dim=1, keepdim=True)
+        ),
         lambda s, x: s.lin(x) * F.embedding((x[:, 0] > 0).long(), s.state),
     ],
 )

@@ -16,6 +16,7 @@ the place of an example where it serves as an index of the batch: `h[torch.arang
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -115,17 +116,26 @@ def _is_part_of_batch(made_by: Any, val: Any, read: list[fx.Node], batch: Any) -
 _ALONG = frozenset({
     "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "kthvalue", "median", "mode",
     "softmax", "_softmax", "log_softmax", "_log_softmax", "flip", "roll", "diff",
+    "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2",
 })  # fmt: skip
+# those that go along the last so many dimensions
+_WINDOWS = re.compile(r"(?:conv(?:_transpose)?|(?:adaptive_)?(?:avg|max)_pool)([123])d")
 # operations that do something else to some places along a dimension, which an index names, or the operation itself
 _AT = frozenset({"index_fill", "index_copy", "index_add", "index_reduce", "index_put", "put"})
 _SOME = _AT | {"triu", "tril", "fill_diagonal", "diagonal_scatter", "slice_scatter", "select_scatter"}
 
 
 def _goes_along(node: fx.Node, batch: Any) -> bool:
-    name = operation(node).removesuffix("_") if isinstance(node.target, OpOverload) else ""
+    if not isinstance(node.target, OpOverload):
+        return False
+    name, named = operation(node).removesuffix("_"), by_name(node.target, node.args, node.kwargs)
+    if (last := _last_dims(name, named)) is not None:
+        val = value(node.args[0])  # pyright: ignore[reportArgumentType]
+        return any(d >= val.dim() - last for d in batch_dims(val, batch))
+    if name == "scaled_dot_product_attention":
+        return value(named["key"]).dim() - 2 in batch_dims(value(named["key"]), batch)
     if name not in _ALONG | _SOME:
         return False
-    named = by_name(node.target, node.args, node.kwargs)
     along = value(named["self"])
     indices = nodes_in(named.get("indices", named.get("index")))
     if name in _AT and any(batch_dims(value(n), batch) for n in indices):
@@ -133,6 +143,16 @@ def _goes_along(node: fx.Node, batch: Any) -> bool:
     return not {d % max(1, along.dim()) for d in _dims(name, named, along)}.isdisjoint(
         batch_dims(along, batch)
     )
+
+
+def _last_dims(name: str, named: dict[str, Any]) -> int | None:
+    """How many of the last dimensions a window moves along, or a pad is added to."""
+    if window := _WINDOWS.fullmatch(name):
+        return int(window[1])
+    if name in ("pad", "constant_pad_nd"):
+        pads = named["pad"]
+        return max((i // 2 + 1 for i, n in enumerate(pads) if not isinstance(n, int) or n), default=0)
+    return None
 
 
 def _dims(name: str, named: dict[str, Any], along: Tensor) -> Iterable[int]:
@@ -149,7 +169,10 @@ def _dims(name: str, named: dict[str, Any], along: Tensor) -> Iterable[int]:
 
 # what is made of the size of the batch where that is among what they are given
 _RANGES = frozenset({"arange", "linspace", "eye", "scalar_tensor"})
-_COUNTS = frozenset({"sum", "cumsum", "count_nonzero"})
+_COUNTS = frozenset({
+    "sum", "cumsum", "count_nonzero", "nansum", "norm", "linalg_vector_norm", "logsumexp", "softmax", "log_softmax", "prod",
+    "cumprod", "trace", "mm", "matmul", "dot",
+})  # fmt: skip
 
 
 def _is_part_of_table(node: fx.Node, batch: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -141,6 +141,7 @@ def _traced(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = 
     reader.settle(gm.graph, gm)
     _refuse_fixed_batch(env, batch, reader.fixed_at, below=below)
     _refuse_shapes_of_data(gm.graph, batch)
+    _refuse_escaped(gm)
     if not seen["leaves"] or FROM_GRAPH not in seen["leaves"]:
         raise TraceError(
             "the model's output holds no tensor; return tensors, in any nesting of tuples, lists and dicts"
@@ -190,6 +191,17 @@ def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, fixed_at: str, *, be
     raise TraceError(
         f"{who} turns the batch size into a plain number, so that its graph holds for one batch size only; {remedy}; {ANY_MODEL}"
     )
+
+
+def _refuse_escaped(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), FakeTensor):
+            at = next(iter(node.users)).meta.get("source", "an unknown line")
+            raise TraceError(
+                f"a value that the model uses (at {at}) was computed behind the trace: perhaps by a custom autograd.Function "
+                "that saves its output for its backward, in a model that takes derivatives in its own forward (let it save its "
+                f"inputs alone); {ANY_MODEL}"
+            )
 
 
 def _refuse_shapes_of_data(graph: fx.Graph, batch: sympy.Symbol) -> None:

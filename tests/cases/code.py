@@ -578,3 +578,36 @@ def constants_in_forward(b):
         return s.b(s.a(x) * mask + torch.eye(4)[2] + torch.linspace(0, 1, 4).to(x))
 
     return two(forward, b)
+
+
+class Signs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 0.5
+
+
+signs = Signs.apply
+
+
+@case("code")
+def straight_through_bound_before(b):
+    """The function's `apply` has a name of its own since before the trace, as torch's documentation has it."""
+    net = Net(lambda s, x: s.out(signs(s.lin(x))), lin=nn.Linear(4, 6), out=nn.Linear(6, 3))
+    return net, torch.randn(b, 4), None, wave
+
+
+@case("code")
+def two_hooks_of_one_value(b):
+    def forward(s, x):
+        h = s.lin(x)
+        h.register_hook(lambda g: g.clamp(max=0.1))
+        h = h * 1.5
+        h.register_hook(lambda g: g.clamp(max=0.2))
+        h.register_hook(lambda g: 3 * g)
+        return h.tanh()
+
+    return Net(forward, lin=nn.Linear(4, 6)), torch.randn(b, 4), None, wave

@@ -140,6 +140,45 @@ def slope_through_a_function_of_ones_own(b):
     return of(forward, torch.randn(b, 4))
 
 
+bent = Bent.apply  # as torch's documentation has it
+
+
+@case("inner")
+def functions_bound_before(b):
+    """In a model's own derivative, and beside it."""
+
+    def forward(s, x):
+        x = x.requires_grad_()
+        energy = s.net[2](bent(s.net[0](x))).sum()
+        return grad(energy, x, create_graph=True)[0] + s.net[2](bent(s.net[0](x)))
+
+    return of(forward, torch.randn(b, 4))
+
+
+@case("inner")
+def detached_in_other_words(b):
+    def forward(s, x):
+        h = s.net(x)
+        late = s.net(2 * x)
+        late.detach_()
+        return slope(s, x) * torch.detach(h) + late
+
+    return of(forward, torch.randn(b, 4))
+
+
+@case("inner")
+def slope_with_hooks_that_come_and_go(b):
+    def forward(s, x):
+        h = s.net[0](x.requires_grad_())
+        gone = h.register_hook(lambda g: 5 * g)
+        gone.remove()
+        h.register_hook(lambda g: g.clamp(max=0.1))
+        h.register_hook(lambda g: 3 * g)
+        return grad(s.net[2](h.tanh()).sum(), x, create_graph=True)[0]
+
+    return of(forward, torch.randn(b, 4))
+
+
 @case("inner")
 def slope_of_a_checkpointed_net(b):
     def forward(s, x):
