@@ -54,9 +54,8 @@ def first_mixing(
 ) -> Mixing | None:
     """The first thing of that kind that one of the outputs, as a number, depends on; None where there is none."""
     data, mixed, memory = set(inputs), dict[fx.Node, Mixing](), dict[int, Mixing]()
-    written = set[
-        int | None
-    ]()  # memory that values have been written to: a cache, of which this call reads what it has put there
+    # memory that values have been put in: a cache, of which a call reads its own
+    written = set[int | None]()
     for node in graph.nodes:
         read = [n for n in node.all_input_nodes if not is_model_of(n, node)]
         if not data.isdisjoint(read):
@@ -103,11 +102,8 @@ _PARTS = frozenset({
 
 def _is_part_of_batch(made_by: Any, val: Any, read: list[fx.Node], batch: Any) -> bool:
     """Whether a view has some of the examples, and not some part of each: its size is no multiple of the batch's."""
-    if (
-        not isinstance(val, Tensor)
-        or operation(made_by) not in _PARTS
-        or fold_factor_of(val, batch) is not None
-    ):
+    is_part = isinstance(val, Tensor) and operation(made_by) in _PARTS
+    if not is_part or fold_factor_of(val, batch) is not None:
         return False
     return any(fold_factor_of(value(n), batch) is not None for n in read)
 

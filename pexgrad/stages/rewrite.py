@@ -31,7 +31,6 @@ from ..base.nodes import (
     written_memory,
 )
 from ..inputs.call import Call
-from ..tracing.opaque import settle_hooks
 from ..tracing.outputs import FROM_GRAPH, Untraced
 from ..tracing.trace import Trace
 from .flow import Flow, State, analyse
@@ -42,7 +41,6 @@ aten = torch.ops.aten
 def rewrite(trace: Trace, call: Call) -> list[bool]:
     """Rewrite `trace.graph` in place; says of each of its outputs whether it has become a copy for each example."""
     trace.graph.eliminate_dead_code()
-    settle_hooks(trace.graph)
     _adopt_parameters(trace, call)
     _protect(trace)
     flow = analyse(trace, set(call.trainable))

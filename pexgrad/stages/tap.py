@@ -7,8 +7,7 @@ tensor itself an edge stays right when a later operation changes the activation 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,13 +64,12 @@ class Program:
     parts: dict[int, Part]
     below: bool  # whether it was recorded below autograd, where autocast has been and gone
 
-    def running(self, values: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def running(self, values: Sequence[Tensor]) -> Iterator[None]:
         """What it runs in."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.enable_grad())
-        if self.below:
-            stack.enter_context(without_autocast(values[0].device.type))
-        return stack
+        off = without_autocast(values[0].device.type) if self.below else contextlib.nullcontext()
+        with torch.enable_grad(), off:
+            yield
 
     @property
     def outputs(self) -> list[fx.Node]:

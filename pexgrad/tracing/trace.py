@@ -29,6 +29,7 @@ from .below import BELOW
 from .decompositions import DECOMPOSITIONS
 from .disguise import disguised
 from .inner import FORMS, cutting
+from .opaque import settle_hooks
 from .origins import module_paths, user_line
 from .outputs import FROM_GRAPH, stand_in
 from .readings import Answer, Reader, Reading, holds
@@ -137,6 +138,7 @@ def _traced(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = 
     reader = Reader(call, batch)
     with watching(batch, reader) as branches:
         gm = _recorded(run, [*fake_params, *fake_buffers, *fake_inputs], below=below)
+    settle_hooks(gm.graph)  # one that was registered last has no use yet
     gm.graph.eliminate_dead_code()
     reader.settle(gm.graph, gm)
     _refuse_fixed_batch(env, batch, reader.fixed_at, below=below)

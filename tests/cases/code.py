@@ -601,6 +601,17 @@ def straight_through_bound_before(b):
 
 
 @case("code")
+def a_hook_after_the_last_use(b):
+    def forward(s, x):
+        h = s.lin(x)
+        out = h.tanh()
+        h.register_hook(lambda g: g.clamp(max=0.1))
+        return out
+
+    return Net(forward, lin=nn.Linear(4, 6)), torch.randn(b, 4), None, wave
+
+
+@case("code")
 def two_hooks_of_one_value(b):
     def forward(s, x):
         h = s.lin(x)
