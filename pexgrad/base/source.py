@@ -8,13 +8,14 @@ import sys
 import sysconfig
 
 import einops
+import sympy
 import torch
 
 from .. import errors
 
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(f)) + os.sep
-    for f in (torch.__file__, einops.__file__, errors.__file__, contextlib.__file__)
+    for f in (torch.__file__, sympy.__file__, einops.__file__, errors.__file__, contextlib.__file__)
 )
 
 
