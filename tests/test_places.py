@@ -86,6 +86,8 @@ def test_what_acts_on_some_places_in_the_batch(forward, through):
         lambda s, x: s.lin(x)[torch.arange(x.shape[0]), 1:],
         lambda s, x: s.lin(x).index_fill(1, torch.tensor([1]), 0),
         lambda s, x: s.lin(x)[:, None].expand(-1, 3, -1).triu(),
+        lambda s, x: F.conv1d(s.lin(x).t()[None], torch.ones(3, 3, 1))[0].t(),
+        lambda s, x: F.max_pool2d(s.lin(x)[None], (1, 2))[0],
         lambda s, x: F.conv1d(x[None], s.lin(x)[:, None, :2].contiguous(), groups=x.shape[0])[0],
         lambda s, x: F.pad(F.avg_pool1d(s.lin(x)[:, None], 2), (1, 0))[:, 0],
         lambda s, x: F.scaled_dot_product_attention(*[s.lin(x)[None, :, None]] * 3)[0, :, 0],

@@ -125,9 +125,9 @@ def _goes_along(node: fx.Node, batch: Any) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     name, named = operation(node).removesuffix("_"), by_name(node.target, node.args, node.kwargs)
-    if (last := _last_dims(name, named)) is not None:
+    if (sizes := _windows(name, named)) is not None:
         val = value(node.args[0])  # pyright: ignore[reportArgumentType]
-        return any(d >= val.dim() - last for d in batch_dims(val, batch))
+        return any(d >= val.dim() - len(sizes) and sizes[d - val.dim()] != 1 for d in batch_dims(val, batch))
     if name == "scaled_dot_product_attention":
         return value(named["key"]).dim() - 2 in batch_dims(value(named["key"]), batch)
     if name not in _ALONG | _SOME:
@@ -141,14 +141,18 @@ def _goes_along(node: fx.Node, batch: Any) -> bool:
     )
 
 
-def _last_dims(name: str, named: dict[str, Any]) -> int | None:
-    """How many of the last dimensions a window moves along, or a pad is added to."""
-    if window := _WINDOWS.fullmatch(name):
-        return int(window[1])
+def _windows(name: str, named: dict[str, Any]) -> list[Any] | None:
+    """The sizes of what moves along the last dimensions, or of what is put beside them: of one alone, each place is by itself."""
     if name in ("pad", "constant_pad_nd"):
         pads = named["pad"]
-        return max((i // 2 + 1 for i, n in enumerate(pads) if not isinstance(n, int) or n), default=0)
-    return None
+        return [1 + abs(pads[i]) + abs(pads[i + 1]) for i in range(0, len(pads), 2)][::-1]
+    if not (window := _WINDOWS.fullmatch(name)):
+        return None
+    n = int(window[1])
+    if "weight" in named:
+        return list(value(named["weight"]).shape[2:])
+    sizes = named.get("kernel_size", [0])  # an adaptive one has the whole
+    return sizes * n if len(sizes) == 1 else sizes
 
 
 def _dims(name: str, named: dict[str, Any], along: Tensor) -> Iterable[int]:
