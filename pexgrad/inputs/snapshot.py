@@ -87,12 +87,11 @@ class Snapshot(NamedTuple):
 
     def contents(self) -> dict[Place, Held]:
         """All loose tensors, as they are now."""
-        return {place: Held(t, _outline(t), _version(t), _numbers(t)) for place, t in self.loose.items()}
+        return {place: _as_it_is(t) for place, t in self.loose.items()}
 
     def values(self) -> list[Held]:
         """All tensors that are no parameters, as they are now."""
-        tensors = (*self.loose.values(), *self.buffers.values())
-        return [Held(t, _outline(t), _version(t), _numbers(t)) for t in tensors]
+        return [*map(_as_it_is, (*self.loose.values(), *self.buffers.values()))]
 
     def holds(self, places: Mapping[Place, Held], *, numbers: bool = True) -> bool:
         """Whether each of the tensors is still in its place, and as it was, with or without its numbers."""
@@ -119,6 +118,10 @@ class Held(NamedTuple):
             return False
         same = self.version in (None, _version(self.tensor)) and self.numbers in (None, _numbers(self.tensor))
         return same or not numbers
+
+
+def _as_it_is(t: Tensor) -> Held:
+    return Held(t, _outline(t), _version(t), _numbers(t))
 
 
 def _numbers(t: Tensor) -> bytes | None:

@@ -38,7 +38,7 @@ FORMS = (
 @contextlib.contextmanager
 def cutting() -> Iterator[None]:
     """Record as detached what the code detaches, and all that it computes while gradients are off."""
-    detach, detach_, linear, hooks = Tensor.detach, Tensor.detach_, F.linear, saved_tensors_hooks
+    linear, hooks, detach = F.linear, saved_tensors_hooks, _cutting_off(Tensor.detach)
 
     def mapped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if get_proxy_mode() is None or not inside_transform():
@@ -46,22 +46,10 @@ def cutting() -> Iterator[None]:
         y = x @ weight.mT  # vmap's own form asks for sizes in numbers
         return y if bias is None else y + bias
 
-    def detached(self: Tensor) -> Tensor:
-        out, mode = detach(self), get_proxy_mode()
-        if mode is not None:
-            _cut(unwrapped(out), mode.tracer)
-        return out
-
-    def detached_in_place(self: Tensor) -> Tensor:
-        detach_(self)
-        if (mode := get_proxy_mode()) is not None:
-            _cut(unwrapped(self), mode.tracer)
-        return self
-
     with (
-        mock.patch.object(Tensor, "detach", detached),
-        mock.patch.object(torch, "detach", detached),
-        mock.patch.object(Tensor, "detach_", detached_in_place),
+        mock.patch.object(Tensor, "detach", detach),
+        mock.patch.object(torch, "detach", detach),
+        mock.patch.object(Tensor, "detach_", _cutting_off(Tensor.detach_)),
         mock.patch.object(F, "linear", mapped_linear),
         # hooks of a checkpoint, say, would detach what a backward needs
         mock.patch.multiple(
@@ -72,6 +60,18 @@ def cutting() -> Iterator[None]:
         mock.patch.object(proxy_tensor, "proxy_call", _cutting(proxy_tensor.proxy_call)),
     ):
         yield
+
+
+def _cutting_off(detach: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A way to detach that the graph is told of."""
+
+    def detached(self: Tensor) -> Tensor:
+        out, mode = detach(self), get_proxy_mode()
+        if mode is not None:
+            _cut(unwrapped(out), mode.tracer)
+        return out
+
+    return detached
 
 
 def _nothing(*_: Any) -> None:

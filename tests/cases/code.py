@@ -580,17 +580,7 @@ def constants_in_forward(b):
     return two(forward, b)
 
 
-class Signs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 0.5
-
-
-signs = Signs.apply
+signs = SignStraightThrough.apply
 
 
 @case("code")
