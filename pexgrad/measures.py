@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .base import nested
-from .base.checks import described, not_negative, positive_int
+from .base.checks import as_number, described, not_negative, positive_int
 from .base.numerics import accumulable, square
 from .calls.loaders import pairs
 from .errors import InputError
@@ -128,7 +128,7 @@ def grand_scores(
 
 def tracin(
     jacobian: JacobianOf, checkpoints: Iterable[Params], batches: Batches, test: tuple[Any, Any],
-    rates: float | Sequence[float] = 1.0,
+    rates: float | Sequence[float] | Tensor = 1.0,
 ) -> Tensor:  # fmt: skip
     """The influence of every training example on every test example: inner products of gradients along training.
 
@@ -154,7 +154,8 @@ def tracin(
         InputError: where there is no checkpoint or no batch, or not one rate for each checkpoint.
     """
     saved = _some(checkpoints, "checkpoints")
-    steps = [float(rates)] * len(saved) if isinstance(rates, int | float) else list(rates)
+    one = as_number(rates)
+    steps = list(rates) if one is None else [one] * len(saved)
     if len(steps) != len(saved):
         raise InputError(
             f"{len(steps)} rates for {len(saved)} checkpoints; give one for each, or one for all"

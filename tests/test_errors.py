@@ -164,6 +164,8 @@ def test_max_norm_has_its_value_in_the_message(bad):
         ("strategy", None, r"(?s)None.*crb"),
         ("conv_rule", "fft", r"(?s)fft.*grouped"),
         ("chunk_size", 0, r"(?s)chunk_size.*0"),
+        ("verify", "no", r"verify='no' must be True or False"),
+        ("create_graph", 1, r"create_graph=1 must be True or False"),
         ("chunk_size", -3, r"(?s)chunk_size.*-3"),
         ("chunk_size", 2.5, r"(?s)chunk_size.*2\.5"),
         ("chunksize", 4, r"no option 'chunksize'.* chunk_size"),

@@ -144,12 +144,12 @@ def test_grand_scores_refuse():
 # --- TracIn ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rates", [0.1, [0.1, 0.3]])
+@pytest.mark.parametrize("rates", [0.1, torch.tensor(0.1), torch.tensor([0.1, 0.3]), [0.1, 0.3]])
 def test_tracin_is_the_weighted_sum_of_inner_products(rates):
     model, x, y = problem(n=11)
     x, y, x_test, y_test = x[:7], y[:7], x[7:], y[7:]
     checkpoints = [named(problem(s)[0]) for s in range(2)]
-    steps = rates if isinstance(rates, list) else [rates] * 2
+    steps = torch.as_tensor(rates).expand(2).tolist()
     want = sum(
         rate * flat_rows(model, p, x, y) @ flat_rows(model, p, x_test, y_test).T
         for rate, p in zip(steps, checkpoints, strict=True)

@@ -18,6 +18,12 @@ def one_of(value: Any, choices: Sequence[str], name: str) -> None:
         raise InputError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
 
 
+def boolean(value: Any, name: str) -> None:
+    """Raise where `value` is neither true nor false."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name}={value!r} must be True or False")
+
+
 def positive_int(value: Any, name: str) -> None:
     """Raise where `value` is not an integer above zero."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
@@ -26,7 +32,7 @@ def positive_int(value: Any, name: str) -> None:
 
 def positive(value: Any, name: str) -> float:
     """`value` as a float; raise where it is not a finite number above zero."""
-    number = _number(value)
+    number = as_number(value)
     if number is None or not 0 < number < float("inf"):
         raise InputError(f"{name}={value!r} must be a positive, finite number")
     return number
@@ -34,14 +40,14 @@ def positive(value: Any, name: str) -> float:
 
 def not_negative(value: Any, name: str) -> float:
     """`value` as a float; raise where it is not a finite number, at least zero."""
-    number = _number(value)
+    number = as_number(value)
     if number is None or not 0 <= number < float("inf"):
         raise InputError(f"{name}={value!r} must be a finite number, at least 0")
     return number
 
 
-def _number(value: Any) -> float | None:
-    """A number of Python's, of NumPy's, or in a tensor without dimensions."""
+def as_number(value: Any) -> float | None:
+    """A number of Python's, of NumPy's, or in a tensor without dimensions; None for anything else."""
     if isinstance(value, Tensor) and not value.dim() and not value.is_complex() and value.dtype != torch.bool:
         return float(value)
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None

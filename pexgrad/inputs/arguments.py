@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..base import trees
-from ..base.checks import one_of, positive_int
+from ..base.checks import boolean, one_of, positive_int
 from ..base.history import read_from
 from ..base.memory import refuse_shared, room_for_rows
 from ..base.numerics import is_inexact
@@ -69,6 +69,8 @@ class Options:
         one_of(self.strategy, STRATEGIES, "strategy")
         if self.chunk_size is not None:
             positive_int(self.chunk_size, "chunk_size")
+        boolean(self.create_graph, "create_graph")
+        boolean(self.verify, "verify")
         one_of(self.conv_rule, CONV_RULES, "conv_rule")
 
 
