@@ -155,7 +155,7 @@ def tracin(
     """
     saved = _some(checkpoints, "checkpoints")
     one = as_number(rates)
-    steps = list(rates) if one is None else [one] * len(saved)
+    steps = [*rates] if one is None else [one] * len(saved)  # pyright: ignore[reportGeneralTypeIssues]
     if len(steps) != len(saved):
         raise InputError(
             f"{len(steps)} rates for {len(saved)} checkpoints; give one for each, or one for all"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,9 +22,11 @@ from .inputs.rebind import Bound
 from .inputs.snapshot import Held, Place
 from .operator.component import Term
 from .operator.jacobian import Jacobian, joined
+from .operator.paths import Path, Paths
 from .operator.pullback import Window, find_window
 from .stages.evaluate import Backward, BoundSite, cotangents, way_out
 from .stages.few_examples import alike, draw, still_alike, ways
+from .stages.flow import analyse
 from .stages.layout import Layout
 from .stages.losses import Losses, Outputs, decided
 from .stages.mixed import refuse_mixing_in
@@ -43,6 +48,7 @@ class Pipeline:
     program: Program
     sites: list[BoundSite]
     windows: dict[fx.Node, Window | None]
+    paths: dict[fx.Node, tuple[Path, ...]]  # of those without a window
     losses: Losses
     alike: tuple[int, ...]  # of the compared tensors, those that the examples could not tell apart so far
     held: dict[Place, Held]  # tensors beside parameters and buffers that the trace is made of
@@ -58,9 +64,11 @@ class Pipeline:
 
     def jacobian(self, at: Call, options: Options) -> Jacobian:
         """Forward, cotangents and factors for one batch, at parameters that are leaves."""
-        losses, _, terms = self._evaluate(at, options)
-        with torch.set_grad_enabled(options.create_graph):
-            terms = joined(terms)
+        losses, _, terms, values = self._evaluate(at, options)
+        with _arithmetic(losses, options):
+            terms = joined(terms)  # before they go on, so that the steps of a layer go together
+            if any(t.paths for t in terms):
+                terms = joined([further for t in terms for further in t.along_paths(values)])
         leaves = {k: at.params[k] for k in at.trainable}
         # a copy: losses may be the very memory of an output, and that of a parameter
         own = losses if options.create_graph else losses.detach().clone()
@@ -68,13 +76,18 @@ class Pipeline:
 
     def uses(self, at: Call, options: Options) -> list[tuple[BoundSite, Operand, Term]]:
         """Every use of every parameter, with its factor, for `explain`."""
-        _, places, terms = self._evaluate(at, options)
-        return [(site, operand, term) for (site, operand), term in zip(places, terms, strict=True)]
+        losses, places, terms, values = self._evaluate(at, options)
+        with _arithmetic(losses, options):
+            return [
+                (site, operand, further)
+                for (site, operand), term in zip(places, terms, strict=True)
+                for further in term.along_paths(values)
+            ]
 
     def _evaluate(
         self, at: Call, options: Options
-    ) -> tuple[Tensor, list[tuple[BoundSite, Operand]], list[Term]]:
-        """The losses, and for each use of each parameter where it is and its term."""
+    ) -> tuple[Tensor, list[tuple[BoundSite, Operand]], list[Term], dict[fx.Node, Any]]:
+        """The losses, for each use of each parameter where it is and its term, and the values that paths take."""
         create_graph = options.create_graph
         forward = self.program.run(at.values())
         out, views = way_out(forward.outputs), [(t, t._version) for t in forward.outputs if t._is_view()]
@@ -91,12 +104,20 @@ class Pipeline:
         found = cotangents(forward, losses, out, self.sites, create_graph)
         backward = Backward(forward, found, at.batch, options.conv_rule, create_graph)
         places, terms = [], []
-        with torch.set_grad_enabled(create_graph), without_autocast(losses.device.type):
+        with _arithmetic(losses, options):
             for site in self.sites:
                 for operand, v, factor in backward.factors(site):
                     places.append((site, operand))
-                    terms.append(Term(v, operand.params, self.windows[operand.node], factor))
-        return losses, places, terms
+                    window, paths = self.windows[operand.node], self.paths[operand.node]
+                    terms.append(Term(v, operand.params, window, factor, paths))
+        return losses, places, terms, {n: forward.operands[i] for n, i in self.program.further.items()}
+
+
+@contextlib.contextmanager
+def _arithmetic(losses: Tensor, options: Options) -> Iterator[None]:
+    """What factors are computed in."""
+    with torch.set_grad_enabled(options.create_graph), without_autocast(losses.device.type):
+        yield
 
 
 def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call]:
@@ -112,7 +133,12 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
     sites = find_sites(traced, trainable)
     uses = [plan_site(s, traced.batch) for s in sites]
     windows = {o.node: find_window(traced, o, call.params) for s in sites for o in s.operands}
-    program = tap(traced, sites, uses)
+    search = Paths(traced, analyse(traced, trainable), call.params)
+    paths = {n: () if window else search.to(n) for n, window in windows.items()}
+    taken = dict.fromkeys(
+        n for own in paths.values() for path in own for step in path.steps for n in step.nodes
+    )
+    program = tap(traced, sites, uses, taken)
     with StandStill():
         few, (layouts, out) = _probed(traced, sites, program, call)
         outputs = Outputs(traced, layouts.outputs, copied)
@@ -121,7 +147,7 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
         losses = decided(loss, outputs, out, few)
     bound = _bind(traced, sites, uses, program.slots, layouts)
     same = alike(few, targets=losses.batched)
-    return Pipeline(traced, program, bound, windows, losses, same, held), few
+    return Pipeline(traced, program, bound, windows, paths, losses, same, held), few
 
 
 def _trace_serving(model: Bound, call: Call) -> Trace:

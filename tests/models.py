@@ -8,6 +8,7 @@ from cases import (  # noqa: F401 - importing a family adds its cases
     code,
     conv,
     dense,
+    derived,
     embedding,
     inner,
     inputs,

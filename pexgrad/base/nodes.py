@@ -103,6 +103,10 @@ class Writes:
         self._place = {n: i for i, n in enumerate(graph.nodes)}
         self._last = {storage(t): self._place[n] for n in graph.nodes for t in mutated_operands(n)}
 
+    def ever(self, node: fx.Node) -> bool:
+        """Whether the memory of a node's value is written to anywhere."""
+        return storage(node) in self._last
+
     def behind(self, node: fx.Node, at: fx.Node) -> bool:
         """Whether the memory of a node's value is written to behind another node."""
         return self._last.get(storage(node), -1) > self._place[at]

@@ -11,6 +11,7 @@ from ..base.nodes import operation
 from ..inputs.call import Call
 from ..operator.component import Term, components
 from ..pipeline import Pipeline
+from ..rules.registry import Rule
 from ..stages.evaluate import BoundSite
 from ..stages.sites import Operand
 
@@ -57,9 +58,11 @@ def explain(pipeline: Pipeline | None, uses: Uses, strategy: str, call: Call) ->
     else:
         by_rows = _by_rows(params, [term for _, _, term in uses])
         lines = [
-            _line(site, operand, term, k, size[k], _tied(uses, k), k in by_rows)
+            _line(
+                site, operand, term, k, size[k], _flags(pipeline, uses, site, operand, term, k), k in by_rows
+            )
             for site, operand, term in uses
-            for k in operand.params
+            for k in term.params
         ]
         used = {line.parameter for line in lines}
         lines += [
@@ -70,8 +73,21 @@ def explain(pipeline: Pipeline | None, uses: Uses, strategy: str, call: Call) ->
     return Explanation(tuple(sorted(lines, key=lambda line: order[line.parameter])))
 
 
-def _tied(uses: Uses, parameter: str) -> bool:
-    return sum(parameter in operand.params for _, operand, _ in uses) > 1
+def _flags(
+    pipeline: Pipeline, uses: Uses, bound: BoundSite, operand: Operand, term: Term, parameter: str
+) -> str:
+    derived = pipeline.windows[operand.node] is None
+    flags = {
+        "fallback": _rule(bound, operand) is None,
+        "derived": derived,
+        "view": not derived and term.window is not None and not term.window.whole,
+        "tied": len({id(o) for _, o, _ in uses if parameter in o.params}) > 1,
+    }
+    return " ".join(k for k, on in flags.items() if on)
+
+
+def _rule(bound: BoundSite, operand: Operand) -> Rule | None:
+    return next(use.rule for use in bound.uses if use.operand is operand)
 
 
 def _by_rows(params: dict[str, Tensor], terms: list[Term]) -> set[str]:
@@ -80,16 +96,9 @@ def _by_rows(params: dict[str, Tensor], terms: list[Term]) -> set[str]:
 
 
 def _line(
-    bound: BoundSite, operand: Operand, term: Term, parameter: str, size: int, tied: bool, by_rows: bool
+    bound: BoundSite, operand: Operand, term: Term, parameter: str, size: int, flags: str, by_rows: bool
 ) -> Line:
-    node = bound.site.node
-    rule = next(use.rule for use in bound.uses if use.operand is operand)
-    flags = {
-        "fallback": rule is None,
-        "derived": term.window is None,
-        "view": term.window is not None and not term.window.whole,
-        "tied": tied,
-    }
+    node, rule = bound.site.node, _rule(bound, operand)
     return Line(
         parameter=parameter,
         operation=f"{operation(node)}.{operand.name}",
@@ -98,7 +107,7 @@ def _line(
         rows=term.factor.algorithm(),
         norms="rows in pieces" if by_rows else term.factor.norm_algorithm(),
         bytes=size,
-        flags=" ".join(k for k, on in flags.items() if on),
+        flags=flags,
         source=str(node.meta.get("source", "")),
     )
 

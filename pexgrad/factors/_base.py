@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,11 @@ class Factor(ABC):
         """The same with `f` of each of its tensors."""
         values = {name: getattr(self, name) for name in self.tensors}
         return replace(self, **{name: f(v) for name, v in values.items() if v is not None})  # pyright: ignore[reportArgumentType]
+
+    def times(self, number: Any) -> Self:
+        """The same with every row times a number."""
+        name = self.tensors[0]
+        return replace(self, **{name: getattr(self, name) * number})  # pyright: ignore[reportArgumentType]
 
     def take(self, s: slice) -> Self:
         """The same for the examples of a slice."""

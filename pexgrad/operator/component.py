@@ -8,17 +8,19 @@ reaches are built, a bounded number of examples at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..base.fakes import is_recorded
 from ..base.numerics import accumulable, square, squared_norms
 from ..factors import BLOCK_BYTES, Factor, Outer, Rows
 from ..factors._base import slices
+from .paths import Path
 from .pullback import Window, is_linear, jvp, vjp, vjp_rows
 
 
@@ -30,6 +32,19 @@ class Term:
     params: tuple[str, ...]
     window: Window | None
     factor: Factor
+    paths: tuple[Path, ...] = ()  # on which the factor may go on to the parameters
+
+    def along_paths(self, values: Mapping[fx.Node, Any]) -> list[Term]:
+        """Terms of the parameters themselves, where the factor stays a factor on the way to each; else the same."""
+        if self.window is not None or not self.paths:
+            return [self]
+        found = []
+        for path in self.paths:
+            factor = path.of(self.factor, values)
+            if factor is None:
+                return [self]
+            found.append(Term(self.value, (path.window.param,), path.window, factor))
+        return found
 
     @property
     def goes_by_rows(self) -> bool:
@@ -101,9 +116,10 @@ class Component:
         return _sums(part for term in self.terms for part in self._term_vjp(term, weights))
 
     def _term_vjp(self, term: Term, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        if term.window is not None and term.window.whole:
+        if term.window is not None:
             name = term.window.param
-            yield name, term.factor.weighted_sum(weights[name])
+            total = term.factor.weighted_sum(weights[name])
+            yield name, term.window.rows(total[None], self.leaves[name])[0]
             return
         if term.goes_by_rows:
             for k, rows in self._term_rows(term):

@@ -300,13 +300,13 @@ def _sqrt(sq: Tensor, differentiable: bool) -> Tensor:
 
 
 def joined(terms: list[Term]) -> list[Term]:
-    """One term for each value and kind of factor: uses of one weight over time become one factor along time.
+    """One term for each value, or part of a parameter, and kind of factor: uses over time become one factor along time.
 
     The list is emptied: a recurrent layer's cotangents of every step go as soon as they are joined.
     """
-    grouped: dict[int, list[Term]] = {}
+    grouped: dict[Window | int, list[Term]] = {}
     for term in terms:
-        grouped.setdefault(id(term.value), []).append(term)
+        grouped.setdefault(term.window or id(term.value), []).append(term)
     terms.clear()
     found = []
     for key in list(grouped):

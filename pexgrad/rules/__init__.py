@@ -1,6 +1,7 @@
 """The rules, one file for each family of operations."""
 
 from . import conv as conv
+from . import derived as derived
 from . import distance as distance
 from . import elementwise as elementwise
 from . import embedding as embedding

@@ -1,9 +1,12 @@
-"""The table of rules: one for each operand of each operation.
+"""The tables of rules and of pullbacks: one for each operand of each operation.
 
 A rule is a function `rule(cotangent, *residuals, **statics) -> Factor`. Its positional parameters after
 the first name the operation's arguments whose values it needs, its keyword-only ones the settings. The
 cotangent and every batched residual arrive batch first, as (b, t, *rest): `rest` is the shape without its batch dimension,
 and t counts what of that dimension belongs to one example (1 for a plain batch, T for a (B*T, ...) fold).
+
+A pullback is a function `pullback(factor, *residuals, **statics) -> Factor | None` for an operation of parameter-only code:
+from a factor of its result that of an operand, or None where that is none, or not worth it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from ..errors import InputError
 from ..factors import Factor
 
 RuleFunction = Callable[..., Factor]
+PullbackFunction = Callable[..., Factor | None]
 
 # keyword-only parameters that do not come from the operation: of the operand, of the activation, of the call
 GIVEN = ("shape", "dtype", "batch_dim", "conv_rule")
@@ -27,9 +31,9 @@ GIVEN = ("shape", "dtype", "batch_dim", "conv_rule")
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule and what it needs from the forward pass."""
+    """A rule, or a pullback, and what it needs from the forward pass."""
 
-    function: RuleFunction
+    function: Callable[..., Any]
     residuals: tuple[str, ...]
     statics: tuple[str, ...]
     batch_dim: int | None
@@ -42,6 +46,7 @@ class Rule:
 
 
 _rules: dict[tuple[OpOverload, str], Rule] = {}
+_pullbacks: dict[tuple[OpOverload, str], Rule] = {}
 
 
 def register_rule(
@@ -80,7 +85,26 @@ def register_rule(
     return register
 
 
-def as_rule(function: RuleFunction, batch_dim: int | None = None) -> Rule:
+def register_pullback(
+    *operations: OpOverload, operand: str = "self"
+) -> Callable[[PullbackFunction], PullbackFunction]:
+    """Register the decorated function as the pullback to `operand` of operations that name their arguments alike."""
+
+    def register(function: PullbackFunction) -> PullbackFunction:
+        _pullbacks.update(
+            dict.fromkeys(((operation, operand) for operation in operations), as_rule(function))
+        )
+        return function
+
+    return register
+
+
+def find_pullback(operation: Any, operand: str) -> Rule | None:
+    """The pullback to this operand, if there is one."""
+    return _pullbacks.get((operation, operand))
+
+
+def as_rule(function: Callable[..., Any], batch_dim: int | None = None) -> Rule:
     """Read off a rule's signature what it needs."""
     kinds = inspect.signature(function).parameters.values()
     positional = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

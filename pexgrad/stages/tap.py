@@ -61,6 +61,7 @@ class Program:
 
     module: fx.GraphModule
     slots: list[Slots]
+    further: dict[fx.Node, int]  # where in the operands other parameter-only values are
     parts: dict[int, Part]
     below: bool  # whether it was recorded below autograd, where autocast has been and gone
 
@@ -87,8 +88,8 @@ def gradient_edge(activation: Tensor) -> GradientEdge | None:
     return get_gradient_edge(activation) if activation.requires_grad else None
 
 
-def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
-    """Make the graph return edges, residuals and operands; changes `trace.graph`."""
+def tap(trace: Trace, sites: list[Site], uses: list[list[Use]], further: Iterable[fx.Node]) -> Program:
+    """Make the graph return edges, residuals, operands, and other parameter-only values; changes `trace.graph`."""
     graph = trace.graph
     writes = Writes(graph)
     edges: list[fx.Node | None] = []
@@ -123,12 +124,13 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]]) -> Program:
                 tuple(operands[use.operand.node] for use in site_uses),
             )
         )
+    others = {n: operands.setdefault(n, len(operands)) for n in further}
     settle_strides(graph)
     output = graph.output_node()
     output.args = ((output.args[0], edges, list(residuals), list(operands)),)
     graph.set_codegen(CodeGen())
     graph.lint()
-    return Program(fx.GraphModule(trace.root, graph), slots, parts, trace.below)
+    return Program(fx.GraphModule(trace.root, graph), slots, others, parts, trace.below)
 
 
 def own_memory(activation: Tensor) -> Tensor:

@@ -1,0 +1,241 @@
+"""Pullbacks: from the factor of a value that is computed from parameters to the factors of what it is computed from.
+
+    w = u v        G_u = G v^H,  G_v = u^H G        a sum over t of g[t] (x) x[t] stays one:
+                   G_u = sum over t of g[t] (x) (x[t] v^H),  G_v = sum over t of (u^H g[t]) (x) x[t]
+
+A low-rank update that is merged into its weight, w + u v, has no row of w's size this way.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ..base.numerics import accumulable
+from ..factors import Broadcast, Factor, Outer, Rows, Scatter
+from .registry import register_pullback
+
+aten = torch.ops.aten
+
+
+# --- sums and multiples -----------------------------------------------------------------------------
+
+
+def _times(factor: Factor, by: Any, shape: torch.Size) -> Factor | None:
+    """`factor` times the conjugate of a number; None where it is none, or the operand is repeated along the result."""
+    if isinstance(factor, Broadcast):
+        factor = _summed_to(factor, tuple(shape))
+    if tuple(factor.shape) != tuple(shape) or not factor.tensors or (isinstance(by, Tensor) and by.dim()):
+        return None
+    if not isinstance(by, Tensor) and by == 1:
+        return factor
+    return factor.times(by.conj() if isinstance(by, Tensor) else by.conjugate())
+
+
+def _summed_to(factor: Broadcast, shape: tuple[int, ...]) -> Broadcast:
+    """To an operand that is repeated along some dimensions of the result."""
+    if tuple(factor.shape) == shape:
+        return factor
+    full = (1,) * (len(factor.shape) - len(shape)) + shape
+    repeated = [2 + i for i, (n, m) in enumerate(zip(full, factor.shape, strict=True)) if n != m]
+    kept = [2 + i for i in range(len(full)) if 2 + i not in repeated]
+
+    def along(v: Tensor) -> Tensor:  # they are positions, which add up
+        v = v.unflatten(2, factor.shape).permute(0, 1, *repeated, *kept)
+        return v.flatten(1, 1 + len(repeated)).reshape(len(v), -1, math.prod(shape))
+
+    return replace(factor.mapped(along), shape=shape)
+
+
+@register_pullback(
+    aten.add.Tensor, aten.sub.Tensor, aten.alias.default, aten.clone.default, aten.contiguous.default
+)
+def _same(factor: Factor, *, shape: torch.Size) -> Factor | None:
+    return _times(factor, 1, shape)
+
+
+@register_pullback(aten.add.Tensor, operand="other")
+def _added(factor: Factor, *, alpha: Any, shape: torch.Size) -> Factor | None:
+    return _times(factor, alpha, shape)
+
+
+@register_pullback(aten.sub.Tensor, operand="other")
+def _subtracted(factor: Factor, *, alpha: Any, shape: torch.Size) -> Factor | None:
+    return _times(factor, -alpha, shape)
+
+
+@register_pullback(aten.rsub.Scalar)
+def _subtracted_from(factor: Factor, *, alpha: Any, shape: torch.Size) -> Factor | None:
+    return _times(factor, -alpha, shape)
+
+
+@register_pullback(aten.neg.default)
+def _negated(factor: Factor, *, shape: torch.Size) -> Factor | None:
+    return _times(factor, -1, shape)
+
+
+@register_pullback(aten.mul.Tensor)
+def _multiplied(factor: Factor, other: Any, *, shape: torch.Size) -> Factor | None:
+    return _times(factor, other, shape)
+
+
+@register_pullback(aten.mul.Tensor, operand="other")
+def _multiplied_by(factor: Factor, self: Any, *, shape: torch.Size) -> Factor | None:
+    return _times(factor, self, shape)
+
+
+@register_pullback(aten.div.Tensor)
+def _divided(factor: Factor, other: Any, *, shape: torch.Size) -> Factor | None:
+    return _times(factor, 1 / other, shape)
+
+
+# --- the same numbers in another shape --------------------------------------------------------------
+
+
+@register_pullback(
+    aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.flatten.using_ints,
+    aten.squeeze.default, aten.squeeze.dim,
+)  # fmt: skip
+def _reshaped(factor: Factor, *, shape: torch.Size) -> Factor | None:
+    return replace(factor, shape=tuple(shape)) if isinstance(factor, Broadcast | Outer) else None
+
+
+@register_pullback(aten.permute.default)
+def _permuted(factor: Factor, *, dims: list[int], shape: torch.Size) -> Factor | None:
+    dims = [d % len(shape) for d in dims]
+    if isinstance(factor, Broadcast):
+        back = [2 + dims.index(d) for d in range(len(shape))]
+        moved = factor.mapped(lambda v: v.unflatten(2, factor.shape).permute(0, 1, *back).flatten(2))
+        return replace(moved, shape=tuple(shape))
+    if not _is_of_matrices(factor) or dims not in ([1, 0], [0, 2, 1]):
+        return None
+    return replace(factor, g=factor.x, x=factor.g, shape=tuple(shape))
+
+
+@register_pullback(aten.transpose.int)
+def _transposed(factor: Factor, *, dim0: int, dim1: int, shape: torch.Size) -> Factor | None:
+    dims = list(range(len(shape)))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return _permuted(factor, dims=dims, shape=shape)
+
+
+@register_pullback(aten.t.default, aten.numpy_T.default, aten.mT.default)
+def _turned(factor: Factor, *, shape: torch.Size) -> Factor | None:
+    return (
+        _transposed(factor, dim0=-1, dim1=-2, shape=shape) if len(shape) > 1 else _same(factor, shape=shape)
+    )
+
+
+# --- products ---------------------------------------------------------------------------------------
+
+
+def _is_of_matrices(factor: Factor) -> TypeGuard[Outer]:
+    """Whether it is an outer factor with rows (o, i), or with (h, o, i) for its h heads."""
+    if not isinstance(factor, Outer):
+        return False
+    own = (*factor.g.shape[2:], factor.x.shape[3])
+    return tuple(factor.shape) == own or (own[0] == 1 and tuple(factor.shape) == own[1:])
+
+
+def _takes(factor: Factor, other: Tensor, inner: int) -> TypeGuard[Outer]:
+    """Whether it goes through a product with `other`, over `inner` numbers, for less than its rows and their product cost."""
+    if not _is_of_matrices(factor) or other.dim() != len(factor.shape):
+        return False
+    t, o, i = factor.g.shape[1], factor.g.shape[3], factor.x.shape[3]
+    return t * inner * (o + i) <= o * i * (t / 2 + inner)
+
+
+def _first(factor: Factor, second: Tensor, shape: torch.Size) -> Factor | None:
+    """To u (..., o, r) in u v."""
+    if not _takes(factor, second, shape[-1]):
+        return None
+    wide = factor.mapped(accumulable)
+    v = second.to(wide.x.dtype).conj().reshape(-1, *second.shape[-2:])
+    return replace(wide, x=torch.einsum("bthi,hri->bthr", wide.x, v), shape=tuple(shape))
+
+
+def _second(factor: Factor, first: Tensor, shape: torch.Size) -> Factor | None:
+    """To v (..., r, i) in u v."""
+    if not _takes(factor, first, shape[-2]):
+        return None
+    wide = factor.mapped(accumulable)
+    u = first.to(wide.g.dtype).conj().reshape(-1, *first.shape[-2:])
+    return replace(wide, g=torch.einsum("btho,hor->bthr", wide.g, u), shape=tuple(shape))
+
+
+@register_pullback(aten.mm.default, aten.bmm.default)
+def _product_first(factor: Factor, mat2: Tensor, *, shape: torch.Size) -> Factor | None:
+    return _first(factor, mat2, shape)
+
+
+@register_pullback(aten.mm.default, aten.bmm.default, operand="mat2")
+def _product_second(factor: Factor, self: Tensor, *, shape: torch.Size) -> Factor | None:
+    return _second(factor, self, shape)
+
+
+@register_pullback(aten.matmul.default)
+def _matmul_first(factor: Factor, other: Tensor, *, shape: torch.Size) -> Factor | None:
+    return _first(factor, other, shape) if other.dim() == len(shape) else None
+
+
+@register_pullback(aten.matmul.default, operand="other")
+def _matmul_second(factor: Factor, self: Tensor, *, shape: torch.Size) -> Factor | None:
+    return _second(factor, self, shape) if self.dim() == len(shape) else None
+
+
+@register_pullback(aten.addmm.default)
+def _added_to(factor: Factor, *, beta: Any, shape: torch.Size) -> Factor | None:
+    return _times(factor, beta, shape)
+
+
+@register_pullback(aten.addmm.default, operand="mat1")
+def _addmm_first(factor: Factor, mat2: Tensor, *, alpha: Any, shape: torch.Size) -> Factor | None:
+    first = _first(factor, mat2, shape)
+    return None if first is None else _times(first, alpha, shape)
+
+
+@register_pullback(aten.addmm.default, operand="mat2")
+def _addmm_second(factor: Factor, mat1: Tensor, *, alpha: Any, shape: torch.Size) -> Factor | None:
+    second = _second(factor, mat1, shape)
+    return None if second is None else _times(second, alpha, shape)
+
+
+# --- rows of a table --------------------------------------------------------------------------------
+
+
+def _looked_up(factor: Factor, ids: Tensor, shape: torch.Size) -> Factor | None:
+    """To a table (v, *rest) whose rows `ids` are taken, the same for every example."""
+    if not isinstance(factor, Broadcast):
+        return None
+    table, ids = int(shape[0]), ids.flatten() % max(1, int(shape[0]))  # negative ids count from the end
+    g = factor.summed().unflatten(1, (len(ids), -1))  # (b, t, f)
+    if len(ids) < table:
+        return Scatter(g, ids.expand(len(g), -1), tuple(shape), factor.dtype)
+    rows = g.new_zeros(len(g), table, g.shape[2]).index_add(1, ids, g)  # no larger than what they are made of
+    return Rows(rows.reshape(len(g), *shape).to(factor.dtype))
+
+
+@register_pullback(aten.embedding.default, operand="weight")
+def _embedded(
+    factor: Factor, indices: Tensor, *, padding_idx: int, scale_grad_by_freq: bool, shape: torch.Size
+) -> Factor | None:
+    if padding_idx >= 0 or scale_grad_by_freq:  # whose gradients are other than the derivative
+        return None
+    return _looked_up(factor, indices, shape)
+
+
+@register_pullback(aten.index_select.default)
+def _selected(factor: Factor, index: Tensor, *, dim: int, shape: torch.Size) -> Factor | None:
+    return _looked_up(factor, index, shape) if dim == 0 else None
+
+
+@register_pullback(aten.index.Tensor)
+def _indexed(factor: Factor, indices: list[Tensor | None], *, shape: torch.Size) -> Factor | None:
+    first, *others = indices
+    if first is None or first.dtype not in (torch.int64, torch.int32) or any(i is not None for i in others):
+        return None
+    return _looked_up(factor, first, shape)

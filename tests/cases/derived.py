@@ -1,0 +1,168 @@
+"""Weights that are computed from parameters, by operations that a factor goes through and by others."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.utils import parametrize
+
+from cases.case import Net, case, ids, labels, param, wave
+
+
+class LowRank(nn.Module):
+    """w + 2 b a."""
+
+    def __init__(self, outputs, inputs, rank=2):
+        super().__init__()
+        self.a, self.b = param(rank, inputs), param(outputs, rank)
+
+    def forward(self, w):
+        return w + (self.b @ self.a) * 2.0
+
+
+@case()
+def low_rank_updates_merged_into_frozen_weights(b):
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).requires_grad_(False)
+    for layer in (net[0], net[2]):
+        parametrize.register_parametrization(layer, "weight", LowRank(*layer.weight.shape))
+    return net, torch.randn(b, 3, 4), None, wave
+
+
+@case("tied")
+def low_rank_update_used_twice_beside_its_own_factor(b):
+    def forward(s, x):
+        w = torch.addmm(s.w, s.b, s.a, beta=0.5, alpha=-3)
+        h = torch.tanh(F.linear(x, w))
+        return F.linear(h, w.t()) + F.linear(x, s.a.mT @ s.a)
+
+    return Net(forward, w=param(4, 4), a=param(2, 4), b=param(4, 2)), torch.randn(b, 3, 4), None, wave
+
+
+@case("tied")
+def weight_times_itself_and_its_transpose(b):
+    def forward(s, x):
+        return x @ (s.w @ s.w - s.w.T / 2) + x @ (1 - s.w + s.w.t())
+
+    return Net(forward, w=param(4, 4)), torch.randn(b, 4), None, wave
+
+
+@case()
+def product_of_three_matrices_one_of_which_is_a_buffer(b):
+    net = Net(lambda s, x: (x @ (s.u @ s.fixed @ s.v).mT).relu(), u=param(7, 3), v=param(2, 8))
+    net.register_buffer("fixed", torch.randn(3, 2))
+    return net, torch.randn(b, 2, 8), None, wave
+
+
+@case()
+def low_rank_weights_of_heads(b):
+    def forward(s, x):  # (b, h, t, i) by (h, i, o)
+        return torch.matmul(x, torch.bmm(s.u, s.v) * s.scale).flatten(1)
+
+    net = Net(forward, u=param(2, 4, 3), v=param(2, 3, 5))
+    net.register_buffer("scale", torch.tensor(0.7))
+    return net, torch.randn(b, 2, 3, 4), None, wave
+
+
+@case()
+def low_rank_weights_of_heads_turned(b):
+    def forward(s, x):
+        return torch.matmul(x, (s.u @ s.v).transpose(1, 2)).flatten(1) + torch.einsum(
+            "bhti,hoi->bhto", x, s.u @ s.v
+        ).flatten(1)
+
+    return Net(forward, u=param(2, 5, 3), v=param(2, 3, 4)), torch.randn(b, 2, 3, 4), None, wave
+
+
+@case("recurrent")
+def recurrence_with_a_low_rank_weight(b):
+    def forward(s, x):
+        h = x.new_zeros(len(x), 3)
+        for t in range(x.shape[1]):
+            h = torch.tanh(F.linear(x[:, t], s.w) + F.linear(h, s.u @ s.v, s.bias + 1))
+        return h
+
+    net = Net(forward, w=param(3, 4), u=param(3, 1), v=param(1, 3), bias=param(3))
+    return net, torch.randn(b, 4, 4), None, wave
+
+
+@case("norm")
+def scales_that_are_stored_as_what_they_differ_from_one(b):
+    def forward(s, x):
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + s.scale)
+        x = F.layer_norm(x, (4,), torch.rsub(s.weight, 1, alpha=2), -s.bias)
+        return F.linear(x, s.w, (s.shift - s.bias) / 3)
+
+    net = Net(forward, scale=param(4), weight=param(4), bias=param(4), w=param(4, 4), shift=param(1))
+    return net, torch.randn(b, 3, 4), None, wave
+
+
+@case("embedding")
+def relative_positions_by_an_embedding(b):
+    def forward(s, x):
+        bias = s.table(s.places).permute(2, 0, 1)  # (h, t, t)
+        return (x @ x.mT + bias + s.again[(s.places - 7).reshape(-1)].view(4, 4, 2).permute(2, 0, 1)).softmax(
+            -1
+        )
+
+    net = Net(forward, table=nn.Embedding(7, 2), again=param(7, 2))
+    net.register_buffer("places", (torch.arange(4)[:, None] - torch.arange(4)) + 3)
+    return net, torch.randn(b, 2, 4, 3), None, wave
+
+
+@case("embedding")
+def first_positions_of_larger_tables(b):
+    def forward(s, i):
+        at = torch.arange(i.shape[1])
+        x = s.words(i) + 0.5 * s.places(at) + s.padded(at % 3) + torch.index_select(s.more, 0, at)
+        return (x * s.first[0] * s.rest[:1]).mean(1)
+
+    net = Net(
+        forward, words=nn.Embedding(7, 4), places=nn.Embedding(9, 4), padded=nn.Embedding(9, 4, padding_idx=1),
+        more=param(8, 4), first=param(2, 4), rest=param(2, 4),
+    )  # fmt: skip
+    return net, ids(b, 5, 7), labels(b, 4), F.cross_entropy
+
+
+@case("conv")
+def convolution_with_a_low_rank_update(b):
+    def forward(s, x):
+        return F.conv2d(x, s.w + (s.u @ s.v).view(3, 2, 2, 2), s.bias * 2)
+
+    return (
+        Net(forward, w=param(3, 2, 2, 2), u=param(3, 2), v=param(2, 8), bias=param(3)),
+        torch.randn(b, 2, 4, 4),
+        None,
+        wave,
+    )
+
+
+@case()
+def weights_written_into_and_scaled_by_a_parameter(b):
+    def forward(s, x):
+        w = s.u @ s.v
+        w.mul_(2.0)
+        return F.linear(x, w) + F.linear(x, s.alpha * (s.u @ s.v)) + F.linear(x, s.column * (s.u @ s.v))
+
+    return (
+        Net(forward, u=param(5, 2), v=param(2, 4), alpha=nn.Parameter(torch.randn(())), column=param(5, 1)),
+        torch.randn(b, 4),
+        None,
+        wave,
+    )
+
+
+@case()
+def low_rank_weight_cut_off_in_part(b):
+    def forward(s, x):
+        with torch.no_grad():
+            fixed = s.u @ s.v
+        return F.linear(x, fixed - s.u.detach() @ s.v + s.u @ s.v.detach() * 3)
+
+    return Net(forward, u=param(5, 2), v=param(2, 4)), torch.randn(b, 4), None, wave
+
+
+@case()
+def low_rank_weight_with_more_positions_than_it_pays(b):
+    net = Net(lambda s, x: F.linear(x, s.u @ s.v), u=param(3, 3), v=param(3, 3))
+    return net, torch.randn(b, 40, 3), None, wave

@@ -1,0 +1,141 @@
+"""Values that are computed from parameters: the ones that a factor goes through, and the rows that are not built then."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from memory import Allocations
+from models import TABLE, each, pick
+from oracle import assert_rows_equal, rows_of
+
+import pexgrad
+
+THROUGH = """
+    low_rank_updates_merged_into_frozen_weights low_rank_update_used_twice_beside_its_own_factor
+    weight_times_itself_and_its_transpose product_of_three_matrices_one_of_which_is_a_buffer low_rank_weights_of_heads
+    recurrence_with_a_low_rank_weight scales_that_are_stored_as_what_they_differ_from_one
+    relative_positions_by_an_embedding low_rank_weight_cut_off_in_part
+"""
+
+
+def named(model):
+    return dict(model.named_parameters())
+
+
+def jacobian(case):
+    model, x, y, loss = case.build()
+    return pexgrad.per_example_jacobian(model, loss)(named(model), x, y)
+
+
+@each(pick(THROUGH))
+def test_every_factor_goes_to_the_parameters(case):
+    assert all(term.window is not None for term in jacobian(case).terms)
+
+
+OTHERS = """
+    low_rank_weight_with_more_positions_than_it_pays convolution_with_a_low_rank_update
+    weights_written_into_and_scaled_by_a_parameter first_positions_of_larger_tables
+"""
+
+
+@each(pick(OTHERS))
+def test_some_do_not(case):
+    assert any(term.window is None for term in jacobian(case).terms)
+
+
+class Merged(nn.Module):
+    """A frozen weight with a low-rank update."""
+
+    def __init__(self, size, rank):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(size, size), requires_grad=False)
+        self.a, self.b = nn.Parameter(torch.randn(rank, size)), nn.Parameter(torch.randn(size, rank))
+
+    def forward(self, x):
+        return F.linear(x, self.w + 0.5 * (self.b @ self.a))
+
+
+def test_no_row_of_the_size_of_the_weight():
+    model, x = Merged(64, 2), torch.randn(128, 64)
+    y, params = torch.randint(64, (128,)), named(model)
+    for make in (
+        pexgrad.per_example_grad,
+        pexgrad.per_example_grad_norm,
+        lambda m: pexgrad.clipped_grad(m, max_norm=1.0),
+    ):
+        fn = make(model)
+        fn(params, x, y)
+        with Allocations() as seen:
+            fn(params, x, y)
+        assert seen.largest < 128 * 64 * 64  # bytes, of the four times as many that the rows of w have
+
+
+def test_the_table_says_so():
+    model = Merged(64, 2)
+    table = pexgrad.per_example_grad(model).explain(named(model), torch.randn(3, 64), torch.randint(64, (3,)))
+    found = {line.parameter: (line.rows, line.norms, line.flags) for line in table.lines}
+    assert found["a"] == found["b"] == ("outer product", "product of norms", "derived")
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_complex_parameters(create_graph):
+    def model(p, x):
+        w = p["u"] @ p["v"] * (1 + 2j) - 3j * p["w"].mT / (1 - 1j)
+        return torch.view_as_real(F.linear(x + 1j * x.flip(-1), w, (2 - 1j) * p["c"])).flatten(1)
+
+    shapes = {"u": (5, 2), "v": (2, 4), "w": (4, 5), "c": (5,)}
+    params = {k: torch.randn(s, dtype=torch.cdouble, requires_grad=create_graph) for k, s in shapes.items()}
+    x, y = torch.randn(3, 4, dtype=torch.double), torch.randn(3, 10, dtype=torch.double)
+    options = {"create_graph": create_graph}
+    got, want = (
+        pexgrad.per_example_grad(model, F.mse_loss, strategy=s, **options)(params, x, y)
+        for s in ("crb", "naive")
+    )
+    assert_rows_equal(got, want)
+    norms, from_rows = (
+        pexgrad.per_example_grad_norm(model, F.mse_loss, strategy=s, **options)(params, x, y)
+        for s in ("crb", "naive")
+    )
+    torch.testing.assert_close(norms, from_rows)
+    assert all(t.window for t in pexgrad.per_example_jacobian(model, F.mse_loss)(params, x, y).terms)
+    if create_graph:
+        total = lambda rows: sum((r.abs() ** 2).sum() for r in rows.values())  # noqa: E731
+        second, wanted = (torch.autograd.grad(total(rows), list(params.values())) for rows in (got, want))
+        assert_rows_equal(dict(zip(params, second, strict=True)), dict(zip(params, wanted, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_precision(dtype):
+    """Half precision keeps what is between the factors in float32, as torch's own products do inside."""
+    torch.manual_seed(0)
+    model = Merged(16, 3)
+    x, y = torch.randn(4, 5, 16), torch.randn(4, 5, 16)
+    want = rows_of(model.double(), F.mse_loss, x.double(), y.double())
+    model.to(dtype)
+    rows = pexgrad.per_example_grad(model, F.mse_loss)(named(model), x.to(dtype), y.to(dtype))
+    for k, r in rows.items():
+        assert r.dtype == dtype
+        torch.testing.assert_close(
+            r.double(), want[k], rtol=0, atol=3 * torch.finfo(dtype).eps * float(want[k].abs().max())
+        )
+
+
+def test_under_autocast():
+    torch.manual_seed(0)
+    model, x, y = Merged(16, 3).float(), torch.randn(4, 5, 16), torch.randn(4, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = (
+            pexgrad.per_example_grad(model, F.mse_loss, strategy=s)(named(model), x, y)
+            for s in ("crb", "naive")
+        )
+    for k, r in got.items():
+        torch.testing.assert_close(r, want[k], rtol=0, atol=0.05 * float(want[k].abs().max()))
+
+
+def test_a_scale_that_changes():
+    """One that is a buffer is read at each call."""
+    model, x, y, loss = TABLE["low_rank_weights_of_heads"].build()
+    fn = pexgrad.per_example_grad(model, loss)
+    for scale in (0.7, -2.0):
+        model.scale.fill_(scale)
+        assert_rows_equal(fn(named(model), x, y), rows_of(model, loss, x, y), tol=1e-5)
