@@ -17,9 +17,9 @@ from .base.still import StandStill
 from .errors import ANY_MODEL, LossError, OneExampleError, PexgradError, TraceError
 from .inputs.arguments import Options
 from .inputs.call import Call
+from .inputs.held import Held, Place
 from .inputs.loss import ExampleLosses, refuse_other_ways
 from .inputs.rebind import Bound
-from .inputs.snapshot import Held, Place
 from .operator.component import Term
 from .operator.jacobian import Jacobian, joined
 from .operator.paths import Path, Paths

@@ -12,8 +12,9 @@ from ..base.fakes import TRACING
 from ..flat.lower import Answer, Lowered, lower
 from ..inputs.arguments import Options
 from ..inputs.call import Call
+from ..inputs.held import Held, Place
 from ..inputs.preserved import preserved
-from ..inputs.snapshot import Held, Place, Snapshot, snapshot
+from ..inputs.snapshot import Snapshot, snapshot
 from ..pipeline import Pipeline
 from .repeats import Repeats
 

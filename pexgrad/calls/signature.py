@@ -10,8 +10,9 @@ from torch import Tensor
 from ..base import trees
 from ..base.modes import users_modes
 from ..inputs.call import Call
+from ..inputs.contents import ATOMS, exact
 from ..inputs.rebind import global_hooks
-from ..inputs.snapshot import ATOMS, exact, held_by
+from ..inputs.snapshot import held_by
 
 
 def signature(call: Call) -> Any:

@@ -18,9 +18,10 @@ from ..base import trees
 from ..base.still import StandStill
 from ..errors import LossError
 from ..inputs.call import Call
+from ..inputs.contents import plain_attributes
 from ..inputs.reads import names_in, of_class, of_function
 from ..inputs.rebind import Bound, rebind, shared, uncached
-from ..inputs.snapshot import plain_attributes, snapshot
+from ..inputs.snapshot import snapshot
 
 
 def refuse_remembered(model: Bound, loss: Any, call: Call) -> None:

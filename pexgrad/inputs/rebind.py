@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map
 
 from ..base import trees
 from ..errors import InputError, TraceError
+from .contents import HOW, plain_attributes
 from .generators import is_generator
 from .reads import is_users, reaches
 from .rewire import rewire
-from .snapshot import HOW, plain_attributes
 
 
 def shared(value: Any, depth: int = 3) -> Iterator[Any]:

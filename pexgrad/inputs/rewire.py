@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from .contents import HOOKS, plain_attributes
 from .reads import MANY, functions_of_class
-from .snapshot import HOOKS, plain_attributes
 
 Memo = dict[int, Any]  # that of `copy.deepcopy`: the identity of what has been copied -> its copy
 

@@ -1,41 +1,37 @@
 """What a model holds and its code reads, looked at anew at every call: a trace is right as long as none of it changes.
 
 A module holds parameters and buffers, by name, and everything else that a trace depends on: submodules, flags, settings and
-hooks, at any depth of containers and settings objects. What code reads beside its arguments is in `reads.py`.
+hooks, at any depth of containers and settings objects. What is in each of these is in `contents.py`, what code reads beside its
+arguments in `reads.py`.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import operator
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
-from decimal import Decimal
-from fractions import Fraction
-from pathlib import PosixPath, WindowsPath
+from collections.abc import Callable, Iterable, Mapping
 from sys import intern
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from .reads import (
-    MANY,
-    attribute_names,
-    is_users,
-    is_users_alone,
-    names_in_code,
-    names_in_forward,
-    of_class,
-    of_function,
-    of_object,
+from .contents import (
+    ATOMS,
+    CONTAINERS,
+    HOOKS,
+    TOLD,
+    attributes_of,
+    hooks_of,
+    inside_of,
+    numbers_in,
+    one,
+    plain_attributes,
 )
+from .held import Held, Place, as_it_is, outline
+from .reads import attribute_names, is_users, is_users_alone, names_in_code, names_in_forward, of_class
 
-Place = int  # of a tensor: how many marks were left before it
 Names = Callable[[Any], frozenset[str]]  # in the code that may read an object
 
 
@@ -83,15 +79,15 @@ class Snapshot(NamedTuple):
     def places(self, tensors: Iterable[Tensor]) -> dict[Place, Held]:
         """Those of the loose tensors that are among these."""
         wanted = set(map(id, tensors))
-        return {place: Held(t, _outline(t)) for place, t in self.loose.items() if id(t) in wanted}
+        return {place: Held(t, outline(t)) for place, t in self.loose.items() if id(t) in wanted}
 
     def contents(self) -> dict[Place, Held]:
         """All loose tensors, as they are now."""
-        return {place: _as_it_is(t) for place, t in self.loose.items()}
+        return {place: as_it_is(t) for place, t in self.loose.items()}
 
     def values(self) -> list[Held]:
         """All tensors that are no parameters, as they are now."""
-        return [*map(_as_it_is, (*self.loose.values(), *self.buffers.values()))]
+        return [*map(as_it_is, (*self.loose.values(), *self.buffers.values()))]
 
     def holds(self, places: Mapping[Place, Held], *, numbers: bool = True) -> bool:
         """Whether each of the tensors is still in its place, and as it was, with or without its numbers."""
@@ -100,68 +96,9 @@ class Snapshot(NamedTuple):
         )
 
 
-class Held(NamedTuple):
-    """A tensor as it was; where that matters, also how often it had been changed in place, and what was in it.
-
-    The latter for a few numbers: what is written by way of `.data`, or into an array of NumPy's in the same memory, counts as no
-    change.
-    """
-
-    tensor: Tensor
-    outline: Any
-    version: int | None = None
-    numbers: bytes | None = None
-
-    def is_same(self, numbers: bool) -> bool:
-        """Whether it has not been changed since, its numbers included or not."""
-        if self.outline != _outline(self.tensor):
-            return False
-        same = self.version in (None, _version(self.tensor)) and self.numbers in (None, _numbers(self.tensor))
-        return same or not numbers
-
-
-def _as_it_is(t: Tensor) -> Held:
-    return Held(t, _outline(t), _version(t), _numbers(t))
-
-
-def _numbers(t: Tensor) -> bytes | None:
-    """The bytes of a small tensor in a CPU's memory."""
-    plain = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and t.device.type == "cpu"
-    if not plain or t.numel() > _FEW:
-        return None
-    return bytes(t.detach().reshape(-1).contiguous().view(torch.uint8).tolist())
-
-
-def _version(t: Tensor) -> int | None:
-    return None if t.is_inference() else t._version
-
-
-# attributes that every module has: what is in them is walked through by itself
-MACHINERY = frozenset(vars(nn.Module())) - {"training"}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # lists that a recurrent layer keeps of its parameters: whoever replaces these makes new ones
 _OF_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
-HOW = ("with_kwargs", "always_called")  # a hook may be called
-# what nothing can be changed inside of, or nothing that is looked for
-ATOMS = frozenset({
-    int, float, complex, bool, str, bytes, type(None), BuiltinFunctionType, range, Fraction, Decimal, PosixPath, WindowsPath,
-    torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout,
-})  # fmt: skip
-# those of which equal ones may be several objects
-_EQUAL = ATOMS - {bool, type(None), BuiltinFunctionType, torch.dtype, torch.memory_format, torch.layout}
-_CODE = frozenset({FunctionType, MethodType, type})
-# objects that are no more than what is in them
-_TOLD = (FunctionType, MethodType, functools.partial, SimpleNamespace)
-_CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 _END = object()
-_FEW = 64  # numbers of a tensor that are looked at
-_BYTES = 1 << 16  # of an array, likewise
-_MOST = 1 << 16  # values that are remembered
-
-
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds beside what every module has."""
-    return {k: v for k, v in vars(module).items() if k not in MACHINERY}
 
 
 def _no_names(_: Any) -> frozenset[str]:
@@ -216,7 +153,7 @@ class Walk:
             for hooks in HOOKS:
                 if vars(m).get(hooks):
                     self._marks.append(hooks)
-                    self.values(_hooks(vars(m), hooks), names)
+                    self.values(hooks_of(vars(m), hooks), names)
             if id(kind := type(m)) not in self._seen:
                 self._seen.add(id(kind))
                 self.values(of_class(kind), names)
@@ -249,7 +186,7 @@ class Walk:
     def _tensor(self, t: Tensor) -> None:
         """A loose tensor, and for one that has been met before which it is."""
         if (known := self._tensors.get(id(t))) is not None:
-            self._marks.append(_one(known))
+            self._marks.append(one(known))
             return
         self._tensors[id(t)] = len(self._tensors)
         self.found.loose[len(self._marks)] = t
@@ -269,16 +206,16 @@ class Walk:
                 value = value()
                 kind = type(value)
             if kind in ATOMS:
-                self._marks += (kind, _one(value)) if kind is str else (_one(value),)
+                self._marks += (kind, one(value)) if kind is str else (one(value),)
             elif isinstance(value, Tensor):
                 self._tensor(value)
             elif id(value) in self._seen:
                 self._marks.append(value)
             elif isinstance(value, nn.Module):
                 self.modules(value, named=False)
-            elif (numbers := _numbers_in(value)) is not None:
-                self._marks.append(_one(numbers))
-            elif (inside := _inside(value)) is None:
+            elif (numbers := numbers_in(value)) is not None:
+                self._marks.append(one(numbers))
+            elif (inside := inside_of(value)) is None:
                 self._object(value, names)
             else:
                 self._container(value, inside, names)
@@ -291,7 +228,7 @@ class Walk:
         # other code may read other attributes of it
         if (own or is_users(kind)) and (id(value), own) not in self._seen:
             self._seen.add((id(value), own))
-            held, further = _attributes(value, own)
+            held, further = attributes_of(value, own)
             self.values(held, functools.partial(_either, names, further))
             self._marks.append(_END)
 
@@ -306,23 +243,15 @@ class Walk:
                 own = names(value) | names_in_code(value)
                 inside = [*inside, *((k, v) for k, v in vars(value).items() if k in own)]
         # what is in it may tell all: another object for the same thing is no change
-        told = isinstance(value, (*_CONTAINERS, *_TOLD)) or is_users_alone(kind)
+        told = isinstance(value, (*CONTAINERS, *TOLD)) or is_users_alone(kind)
         self._marks.append(kind if told else value)
         if isinstance(value, FunctionType | MethodType):
             names = _looked_up_once(functools.partial(names_in_code, value))
-        elif isinstance(value, _CONTAINERS) and is_users(kind):
-            held, further = _attributes(value, names(value))
+        elif isinstance(value, CONTAINERS) and is_users(kind):
+            held, further = attributes_of(value, names(value))
             inside, names = [*inside, *held], functools.partial(_either, names, further)
         self.values(inside, names)
         self._marks.append(_END)
-
-
-def _hooks(held: dict[str, Any], hooks: str) -> Iterator[tuple[str, Any]]:
-    """A module's hooks of one kind, each with how it is called."""
-    for key, hook in held[hooks].items():
-        yield "", hook
-        for how in HOW:
-            yield how, key in held.get(f"{hooks}_{how}", ())
 
 
 def _looked_up_once(names: Callable[[], frozenset[str]]) -> Names:
@@ -343,112 +272,5 @@ def _names_in(modules: list[nn.Module]) -> frozenset[str]:
     return frozenset[str]().union(*map(names_in_forward, set(map(type, modules))), *map(names_in_code, code))
 
 
-_ones: dict[Any, Any] = {}
-
-
-def exact(value: Any) -> Any:
-    """A key for a value that cannot change: equal for those that no code tells apart, and for no others."""
-    kind = type(value)
-    # -0.0 == 0.0, nan != nan, and 1 == 1.0 == True
-    return kind, value.hex() if kind is float else repr(value) if kind is complex else value
-
-
-def _one(value: Any) -> Any:
-    """One object for all equal ones: 0.1 that has been computed anew is another object, and no change."""
-    if type(value) not in _EQUAL:
-        return value
-    if len(_ones) > _MOST:  # a coefficient that is another at every step
-        _ones.clear()
-    try:
-        return _ones.setdefault(exact(value), value)
-    except TypeError:  # a size that a loss has kept of what is being written down has no hash
-        return value
-
-
-def _outline(t: Tensor) -> Any:
-    """What code may ask of a tensor beside its numbers."""
-    if t._has_symbolic_sizes_strides:  # a loss has kept it that is being written down
-        return type(t)
-    strides = t.stride() if t.layout is torch.strided else None
-    return type(t), t.shape, t.dtype, t.device, t.layout, strides, t.requires_grad
-
-
-def _numbers_in(value: Any) -> bytes | None:
-    """A digest of an array that is not large, of NumPy's or Python's, which may change in place; None for anything else."""
-    if type(value) in _CODE or isinstance(value, _CONTAINERS):
-        return None
-    try:
-        view = memoryview(value)
-    except Exception:  # noqa: BLE001 - no array, or one of dates
-        return None
-    if view.nbytes > _BYTES or "O" in view.format:
-        return None
-    kind = type(value)
-    what = f"{kind.__module__}.{kind.__qualname__} {view.format} {view.shape}".encode()
-    return hashlib.blake2b(what + view.tobytes(), digest_size=16).digest()
-
-
-def _inside(value: Any) -> list[tuple[Any, Any]] | None:
-    """What a container holds, code reads, or an object is made of that is made of settings; None for any other."""
-    try:
-        found = _look_inside(value)
-        return None if found is None else list(found)
-    except Exception:  # noqa: BLE001 - a class of the user's may refuse to be gone through; then it is itself alone
-        return None
-
-
-def _attributes(value: Any, names: frozenset[str]) -> tuple[list[tuple[Any, Any]], frozenset[str]]:
-    try:
-        return of_object(value, names)
-    except Exception:  # noqa: BLE001 - as above
-        return [], frozenset()
-
-
 def _either(names: Names, further: frozenset[str], value: Any) -> frozenset[str]:
     return names(value) | further
-
-
-def _look_inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    kind = type(value)
-    if kind in _CODE:
-        return of_function(value) if kind is not type else of_class(value)
-    if isinstance(value, type):
-        return of_class(value)
-    if isinstance(value, functools.partial):
-        return [("", value.func), *enumerate(value.args), *value.keywords.items()]
-    if kind is ModuleType:
-        return None
-    if isinstance(value, ContextVar):
-        return [("", value.get(None))]
-    if isinstance(value, _CONTAINERS) and len(value) > MANY:
-        return None
-    if isinstance(value, Mapping):
-        return [*enumerate(value), *enumerate(value.values())]  # the keys count too
-    if isinstance(value, _CONTAINERS):
-        return enumerate(value)
-    if not _is_settings(value):
-        return None
-    slots = attribute_names(value) - vars(value).keys()
-    return [*vars(value).items(), *((n, getattr(value, n, None)) for n in sorted(slots))]
-
-
-def _is_settings(value: Any) -> bool:
-    """Whether an object is made of plain values, and not of many: a configuration, and not a part of the program."""
-    left, looked_at = [(value, 4)], 0
-    while left:
-        held, depth = left.pop()
-        looked_at += 1
-        if type(held) in ATOMS or type(held) in _CODE or isinstance(held, type | ModuleType):
-            continue
-        if not depth or looked_at > MANY or isinstance(held, Tensor | nn.Module):
-            return False
-        if isinstance(held, Mapping | list | tuple | set | frozenset):
-            if len(held) > MANY:
-                return False
-            parts: Iterable[Any] = held.values() if isinstance(held, Mapping) else held
-        elif hasattr(held, "__dict__"):
-            parts = vars(held).values()
-        else:
-            return False
-        left += [(part, depth - 1) for part in parts]
-    return True

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..inputs.snapshot import Held
+from ..inputs.held import Held
 from .loss_graph import LossGraph
 
 Form = tuple[Any, ...]
