@@ -19,7 +19,8 @@ from ..base.still import StandStill
 from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.contents import plain_attributes
-from ..inputs.reads import names_in, of_class, of_function
+from ..inputs.names import names_in
+from ..inputs.reads import of_class, of_function
 from ..inputs.rebind import Bound, rebind, shared, uncached
 from ..inputs.snapshot import snapshot
 

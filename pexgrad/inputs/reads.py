@@ -7,17 +7,17 @@ object that code reads, only the attributes that it names count: a trainer's cou
 from __future__ import annotations
 
 import contextlib
-import dis
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..base.source import is_installed
+from .names import names_in, names_of
 
 Reads = list[tuple[Any, Any]]
 
@@ -27,15 +27,6 @@ MANY = 1000  # items of a container that is looked at as a whole: it is data, an
 _PLAIN = (int, float, complex, str, bytes, type(None), list, tuple, set, dict, torch.Tensor, torch.nn.Module)
 
 
-class _Names(NamedTuple):
-    """The names in a function's code, and in that of the functions in it."""
-
-    code: CodeType
-    every: frozenset[str]  # of globals and attributes
-    of_globals: frozenset[str]  # an attribute may have the name of a global that is something else
-
-
-_known: weakref.WeakKeyDictionary[FunctionType, _Names] = weakref.WeakKeyDictionary()
 _own: weakref.WeakKeyDictionary[type, list[type]] = weakref.WeakKeyDictionary()
 _forward: weakref.WeakKeyDictionary[type, tuple[CodeType, frozenset[str]]] = weakref.WeakKeyDictionary()
 
@@ -138,7 +129,7 @@ def _beside(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _among_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for name in sorted(_names_of(function).of_globals & function.__globals__.keys()):
+    for name in sorted(names_of(function).of_globals & function.__globals__.keys()):
         yield name, function.__globals__[name]
 
 
@@ -195,8 +186,9 @@ def _unnamed(kind: type) -> list[FunctionType]:
 
 
 def is_users(kind: type) -> bool:
-    """Whether a class is of the user's own program."""
-    return not is_installed(_file_of(kind))
+    """Whether a class is of the user's own program, as one is that was defined at a prompt."""
+    module = sys.modules.get(kind.__module__)
+    return module is None or not _is_installed(module)
 
 
 def is_users_alone(kind: type) -> bool:
@@ -263,61 +255,7 @@ def _names_of_methods(kind: type, names: frozenset[str]) -> tuple[Reads, frozens
     return [(f".{n}", f) for n, f in methods.items()], every
 
 
-def names_in(function: FunctionType) -> frozenset[str]:
-    """The names of globals and attributes in a function's code; none for a library's."""
-    return _names_of(function).every
-
-
-def _names_of(function: FunctionType) -> _Names:
-    code, known = function.__code__, _known.get(function)
-    if known is None or known.code is not code:  # a notebook that reloads code gives a function another
-        codes = [] if is_installed(code.co_filename) else list(_codes_in(code))
-        every = frozenset(name for c in codes for name in (*_names_read(c), *_names_in_text(c)))
-        known = _known[function] = _Names(code, every, frozenset(g for c in codes for g in _globals_in(c)))
-    return known
-
-
-def _names_read(code: CodeType) -> Iterator[str]:
-    """The names that code loads, of globals and of attributes; what it only stores is not read."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname.startswith("LOAD_") and instruction.argval in code.co_names:
-            yield instruction.argval
-
-
-def _names_in_text(code: CodeType) -> list[str]:
-    """The names that code may look up as constants: `getattr(settings, "scale")`."""
-    if _BY_TEXT.isdisjoint(code.co_names):
-        return []
-    return [c for c in code.co_consts if isinstance(c, str) and c.isidentifier()]
-
-
-_BY_TEXT = frozenset(
-    {"getattr", "hasattr", "vars", "attrgetter", "methodcaller", "__dict__", "get_parameter", "get_buffer"}
-)
-
-
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
-
-
-def _globals_in(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        # the latter in the body of a class
-        if "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
-            yield instruction.argval
-
-
-def _is_installed(module: ModuleType) -> bool:
-    return module.__name__ in sys.builtin_module_names or is_installed(
-        getattr(module, "__file__", None) or ""
-    )
-
-
-def _file_of(kind: type) -> str:
-    """The file of a class; none for one that was defined at a prompt."""
-    if kind.__module__ in sys.builtin_module_names:
-        return "<built-in>"
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+def _is_installed(module: Any) -> bool:
+    """Whether a module, or what stands for one in `sys.modules`, is Python's or a library's."""
+    name, file = (getattr(module, key, None) or "" for key in ("__name__", "__file__"))
+    return name in sys.builtin_module_names or is_installed(file)

@@ -1,0 +1,70 @@
+"""The names in a function's code: what it may read of globals and attributes. None for a library's."""
+
+from __future__ import annotations
+
+import dis
+import weakref
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import NamedTuple
+
+from ..base.source import is_installed
+
+
+class Names(NamedTuple):
+    """The names in a function's code, and in that of the functions in it."""
+
+    code: CodeType
+    every: frozenset[str]  # of globals and attributes
+    of_globals: frozenset[str]  # an attribute may have the name of a global that is something else
+
+
+_known: weakref.WeakKeyDictionary[FunctionType, Names] = weakref.WeakKeyDictionary()
+
+
+def names_of(function: FunctionType) -> Names:
+    """The names in a function's code, looked up once for as long as it has that code."""
+    code, known = function.__code__, _known.get(function)
+    if known is None or known.code is not code:  # a notebook that reloads code gives a function another
+        codes = [] if is_installed(code.co_filename) else list(_codes_in(code))
+        every = frozenset(name for c in codes for name in (*_names_read(c), *_names_in_text(c)))
+        known = _known[function] = Names(code, every, frozenset(g for c in codes for g in _globals_in(c)))
+    return known
+
+
+def names_in(function: FunctionType) -> frozenset[str]:
+    """The names of globals and attributes in a function's code; none for a library's."""
+    return names_of(function).every
+
+
+def _names_read(code: CodeType) -> Iterator[str]:
+    """The names that code loads, of globals and of attributes; what it only stores is not read."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("LOAD_") and instruction.argval in code.co_names:
+            yield instruction.argval
+
+
+def _names_in_text(code: CodeType) -> list[str]:
+    """The names that code may look up as constants: `getattr(settings, "scale")`."""
+    if _BY_TEXT.isdisjoint(code.co_names):
+        return []
+    return [c for c in code.co_consts if isinstance(c, str) and c.isidentifier()]
+
+
+_BY_TEXT = frozenset(
+    {"getattr", "hasattr", "vars", "attrgetter", "methodcaller", "__dict__", "get_parameter", "get_buffer"}
+)
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
+
+
+def _globals_in(code: CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        # the latter in the body of a class
+        if "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
+            yield instruction.argval
