@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..base.fakes import expression, symbol_of
-from .torch_losses import CLASSES, PER_EXAMPLE
+from .torch_losses import CLASSES, PER_EXAMPLE, per_example
 
 # of each arithmetic operation on numbers, by its place among them: argument -> what it is for a batch of so many, where it is
 # made of the size of the batch
@@ -276,7 +276,7 @@ class OverExamples(TorchFunctionMode):
             x, y = self._apart(x), self._apart(y)
             if func in CLASSES:  # (b, t, c) -> (b, c, t)
                 x, y = x.movedim(2, 1), y.movedim(2, 1) if y.dim() == x.dim() else y
-        reduced = PER_EXAMPLE[func](func, settings, x, y)
+        reduced = per_example(func, settings, x, y)
         if reduced is None:
             raise NotPerExample
         return reduced

@@ -28,6 +28,8 @@ _ELEMENTWISE = {
 }
 # those over classes, whose mean is weighted by the targets' classes
 CLASSES = {F.cross_entropy: nn.CrossEntropyLoss, F.nll_loss: nn.NLLLoss}
+PER_EXAMPLE = _ELEMENTWISE | CLASSES  # function -> the module of it
+_FUNCTIONS = {module_type: function for function, module_type in PER_EXAMPLE.items()}
 
 
 def vectorised(loss: Loss) -> PerExample | None:
@@ -35,22 +37,14 @@ def vectorised(loss: Loss) -> PerExample | None:
 
     Its settings are read at each call.
     """
-    function = loss.func if isinstance(loss, functools.partial) and not loss.args else _function_of(loss)
-    form = PER_EXAMPLE.get(function)
-    return None if form is None else functools.partial(_at_settings, form, function, loss)
+    own = _FUNCTIONS.get(type(loss), loss)
+    function = loss.func if isinstance(loss, functools.partial) and not loss.args else own
+    return functools.partial(_at_settings, function, loss) if function in PER_EXAMPLE else None
 
 
-def _at_settings(form: Any, function: Any, loss: Loss, output: Any, y: Any) -> Tensor | None:
+def _at_settings(function: Any, loss: Loss, output: Any, y: Any) -> Tensor | None:
     settings = _settings(loss)
-    return None if settings is None else form(function, settings, output, y)
-
-
-def _function_of(loss: Loss) -> Any:
-    """The function behind a loss module of torch's."""
-    return _FUNCTIONS.get(type(loss), loss)
-
-
-_FUNCTIONS = {module_type: function for function, module_type in (_ELEMENTWISE | CLASSES).items()}
+    return None if settings is None else per_example(function, settings, output, y)
 
 
 def _settings(loss: Loss) -> dict[str, Any] | None:
@@ -70,6 +64,14 @@ def _names_of_settings(module_type: type[nn.Module]) -> list[str]:
     return [k for k in given if hasattr(held, k) and k not in ("input", "target")]
 
 
+def per_example(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Tensor | None:
+    """(b,): one of `PER_EXAMPLE` at these settings, reduced for each example; None where the definition is needed."""
+    reduction = _reduction(function, settings)
+    if reduction is None or not isinstance(output, Tensor) or not isinstance(y, Tensor):
+        return None
+    return (_classes if function in CLASSES else _elementwise)(function, *reduction, output, y)
+
+
 def _reduction(function: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """The reduction and the other settings; None where deprecated settings decide it, or there is no such reduction."""
     rest = dict(settings)
@@ -81,11 +83,7 @@ def _reduction(function: Any, settings: dict[str, Any]) -> tuple[str, dict[str, 
     return (how, rest) if how in ("mean", "sum", "none") else None
 
 
-def _elementwise(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Tensor | None:
-    reduction = _reduction(function, settings)
-    if reduction is None or not isinstance(output, Tensor) or not isinstance(y, Tensor):
-        return None
-    how, rest = reduction
+def _elementwise(function: Any, how: str, rest: dict[str, Any], output: Tensor, y: Tensor) -> Tensor | None:
     # a target of another shape is broadcast: against a batch, perhaps along the batch; and so may a weight be
     weights = (rest.get("weight"), rest.get("pos_weight"))
     if output.shape != y.shape or any(w is not None and w.dim() >= output.dim() for w in weights):
@@ -94,12 +92,8 @@ def _elementwise(function: Any, settings: dict[str, Any], output: Any, y: Any) -
     return each.mean(1) if how == "mean" else each.sum(1)
 
 
-def _classes(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Tensor | None:
-    reduction = _reduction(function, settings)
-    if reduction is None or not isinstance(output, Tensor) or not isinstance(y, Tensor) or output.dim() < 2:
-        return None
-    how, rest = reduction
-    if y.shape[:1] != output.shape[:1]:
+def _classes(function: Any, how: str, rest: dict[str, Any], output: Tensor, y: Tensor) -> Tensor | None:
+    if output.dim() < 2 or y.shape[:1] != output.shape[:1]:
         return None
     each = function(output, y, reduction="none", **rest)
     if how == "mean" and each.shape == y.shape == output.shape[:1] and rest.get("weight") is None:
@@ -122,7 +116,3 @@ def _class_weights(y: Tensor, output: Tensor, settings: dict[str, Any]) -> Tenso
     if weight is None:
         return counted.to(output.dtype)
     return weight[labels.where(counted, 0).long()] * counted  # a mask is what uint8 would be
-
-
-# loss -> (itself, its settings, output, y) -> (b,)
-PER_EXAMPLE = dict.fromkeys(_ELEMENTWISE, _elementwise) | dict.fromkeys(CLASSES, _classes)
