@@ -48,7 +48,7 @@ from ..inputs.call import Call
 from ..pipeline import Pipeline
 from ..stages.strides import copy_what_is_read_by_strides
 from ..stages.tap import OURS
-from ..tracing.decompositions import BACKWARD
+from ..tracing.backward import BACKWARD
 from ..tracing.numbers import noting_numbers
 from .portable import make_portable, reshape_views, without_checks
 

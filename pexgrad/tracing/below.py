@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 
 from ..base.numerics import accumulable
-from .decompositions import BACKWARD
+from .backward import BACKWARD
 from .lookups import LOOKUPS
 
 aten = torch.ops.aten
