@@ -148,8 +148,13 @@ def put_behind(
     with node.graph.inserting_after(after or node):
         new = node.graph.call_function(target, (node, *further), settings)
     new.meta.update(node.meta)  # the fake value too: the same memory, as far as anyone asks
-    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    use_instead(new, node)
     return new
+
+
+def use_instead(new: fx.Node, node: fx.Node) -> None:
+    """Let everything but `new` itself use it in a node's place."""
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
 def returned(graph: fx.Graph) -> Any:
@@ -169,6 +174,11 @@ def is_differentiable(val: Any) -> bool:
     if isinstance(val, tuple | list):
         return any(map(is_differentiable, val))
     return isinstance(val, Tensor) and is_inexact(val)
+
+
+def source(node: fx.Node) -> str:
+    """The user's line that a node comes from, for a message."""
+    return node.meta.get("source") or "an unknown line"
 
 
 def where(node: fx.Node) -> str:

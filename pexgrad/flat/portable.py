@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..base.nodes import is_differentiable, put_behind, value
+from ..base.nodes import is_differentiable, put_behind, use_instead, value
 from .views import shorten_views
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ def reshape_views(graph: fx.Graph) -> None:
 
 def _known_sizes(node: fx.Node) -> list[Any]:
     """The sizes of a view, with a number for `-1` where there is one."""
-    found = node.meta["val"].shape
+    found = value(node).shape
     return [
         n if s == -1 and isinstance(s, int) and isinstance(n, int) else s
         for s, n in zip(node.args[1], found, strict=True)  # pyright: ignore[reportArgumentType]
@@ -62,7 +62,7 @@ def without_checks(graph: fx.Graph) -> None:
     """Turn `_linalg_check_errors(info)` into `nan` where it would raise: an operation that raises is not functional."""
     for check in [n for n in graph.nodes if n.target is aten._linalg_check_errors.default]:
         info = check.args[0]
-        results = [n for n in info.args[0].users if n is not info and n.meta["val"].dtype.is_floating_point]
+        results = [n for n in info.args[0].users if n is not info and value(n).dtype.is_floating_point]
         for result in results:
             with graph.inserting_before(max(result, info).next):
                 _poison(graph, result, info)
@@ -71,13 +71,13 @@ def without_checks(graph: fx.Graph) -> None:
 
 def _poison(graph: fx.Graph, result: fx.Node, info: fx.Node) -> None:
     """`result` (*b, ...), and nan for the matrices whose `info` (*b) tells of a failure."""
-    extra = result.meta["val"].dim() - info.meta["val"].dim()
+    extra = value(result).dim() - value(info).dim()
     failed = graph.call_function(aten.ne.Scalar, (info, 0))
     for _ in range(extra):
         failed = graph.call_function(aten.unsqueeze.default, (failed, -1))
     poisoned = graph.call_function(aten.masked_fill.Scalar, (result, failed, float("nan")))
     poisoned.meta.update(result.meta)
-    result.replace_all_uses_with(poisoned, delete_user_cb=lambda user: user is not poisoned)
+    use_instead(poisoned, result)
 
 
 def _same_as(node: fx.Node) -> Any:
@@ -86,7 +86,7 @@ def _same_as(node: fx.Node) -> Any:
         return node.args[0]
     if node.target is aten.copy.default:  # the functional `copy(destination, source)`
         source = node.args[1]
-        before, after = (n.meta["val"] for n in (source, node))  # type: ignore[union-attr]
+        before, after = value(source), value(node)  # pyright: ignore[reportArgumentType]
         alike = (
             before.dtype == after.dtype
             and before.device == after.device

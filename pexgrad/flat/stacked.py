@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ..base.nodes import by_name, draws
+from ..base.nodes import by_name, draws, value
 from .stacking import Stacked, rule_for
 
 
@@ -96,7 +96,7 @@ def _loop(operation: Any, args: Any, kwargs: Any, members: int) -> Any:
 
 def _in_dtype(result: Any, node: fx.Node) -> Any:
     """A number of no dimensions does not decide the dtype of a result, but a stack of them may."""
-    recorded = node.meta.get("val")
+    recorded = value(node)
     if isinstance(result, Stacked) and isinstance(recorded, Tensor) and result.values.dtype != recorded.dtype:
         return Stacked(result.values.to(recorded.dtype))
     return result

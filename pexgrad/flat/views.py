@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ..base.fakes import expression
+from ..base.nodes import value
 
 aten = torch.ops.aten
 
@@ -26,7 +27,7 @@ def shorten_views(graph: fx.Graph) -> None:
     """Replace each chain of views by as short a one as gives the same; those before it may stay for other users."""
     sizes: dict[Any, fx.Node] = {}  # the nodes that give sizes which are no numbers
     for node in list(graph.nodes):
-        if isinstance(size := node.meta.get("val"), torch.SymInt):
+        if isinstance(size := value(node), torch.SymInt):
             sizes.setdefault(expression(size), node)
         shorter = _shorter(graph, node, sizes)
         if shorter is not None:
@@ -106,7 +107,7 @@ def _permutation(node: fx.Node) -> list[int] | None:
     operand = _operand(node)
     if operand is None or node.target not in _PERMUTATIONS:
         return None
-    dims, given = list(range(operand.meta["val"].dim())), node.args[1:]
+    dims, given = list(range(value(operand).dim())), node.args[1:]
     if node.target is aten.permute.default:
         return [dims[d] for d in given[0]]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
     i, j = given or (0, -1)  # `t` is of at most two dimensions
@@ -117,7 +118,7 @@ def _permutation(node: fx.Node) -> list[int] | None:
 
 def _dims(node: fx.Node) -> list[Any]:
     """The sizes, to be compared without a condition on the batch size: numbers, and expressions of it."""
-    return [expression(n) for n in node.meta["val"].shape]
+    return [expression(n) for n in value(node).shape]
 
 
 def _erase_unused(node: fx.Node | None) -> None:

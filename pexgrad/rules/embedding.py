@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..base.nodes import value
 from ..errors import InputError
 from ..factors import Scatter
 from .registry import register_rule
@@ -46,7 +47,7 @@ def embedding_weight(
 def _one_leading_index(arguments: dict[str, Any]) -> bool:
     """`table[ids]`: integers that index the first dimension alone."""
     first, *others = arguments["indices"]
-    integers = isinstance(first, fx.Node) and first.meta["val"].dtype in (torch.int64, torch.int32)
+    integers = isinstance(first, fx.Node) and value(first).dtype in (torch.int64, torch.int32)
     return integers and all(i is None for i in others)
 
 

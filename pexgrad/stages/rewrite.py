@@ -24,8 +24,10 @@ from ..base.nodes import (
     is_differentiable,
     is_of_batch,
     mutated_operands,
+    operation,
     returned,
     storage,
+    use_instead,
     value,
     where,
     written_memory,
@@ -86,7 +88,7 @@ def _protect(trace: Trace) -> None:
         if node.op in ("placeholder", "get_attr") and node.users and storage(node) in written:
             with trace.graph.inserting_before(first if node.op == "placeholder" else node.next):
                 clone = insert(trace, aten.clone.default, (node,), like=node)
-            node.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)
+            use_instead(clone, node)
 
 
 def _settle_outputs(trace: Trace, flow: Flow) -> list[bool]:
@@ -238,6 +240,6 @@ def _functional(node: fx.Node) -> OpOverload | None:
     target = node.target
     if not isinstance(target, OpOverload):
         return None
-    name = target._schema.name.split("::")[-1]
+    name = operation(node)
     packet = getattr(getattr(torch.ops, target.namespace), name.removesuffix("_"), None)
     return getattr(packet, target._overloadname, None) if name.endswith("_") else None

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..base import trees
 from ..base.modes import inside_transform
+from ..base.nodes import use_instead
 from ..base.source import calling_line
 from ..errors import ANY_MODEL, TraceError, first_line
 
@@ -196,4 +197,4 @@ def settle_hooks(graph: fx.Graph) -> None:
         if node.meta.get(HOOKED):
             (source,) = node.all_input_nodes
             source.append(node)
-            source.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user is not node)
+            use_instead(node, source)

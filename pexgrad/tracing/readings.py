@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..base.fakes import expression
 from ..base.memory import storage_of
-from ..base.nodes import draws, is_model_of, storage, value, written_memory
+from ..base.nodes import draws, is_model_of, source, storage, value, written_memory
 from ..base.numerics import is_inexact
 from ..base.source import calling_line
 from ..errors import ANY_MODEL, TraceError
@@ -112,7 +112,7 @@ class Reader:
     ) -> Reading:
         nodes = _computing(graph, root, list(sources.values()), self.batch)
         params, buffers, inputs = self._read(graph, nodes)
-        where = next(iter(sources.values())).meta.get("source", "an unknown line")
+        where = source(next(iter(sources.values())))
         if any(map(_is_floating, inputs)) or (params and inputs):
             what = "activations" if params else "floating inputs"
             raise TraceError(

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ..base import trees
 from ..base.fakes import TRACING, Guards, expression, fake, fake_batch, symbol_of, symbolic_mode
+from ..base.nodes import source, value
 from ..base.numerics import is_half
 from ..errors import ANY_MODEL, PexgradError, TraceError, first_line
 from ..inputs.call import Call
@@ -75,7 +76,7 @@ class Trace:
 
     def rounds_to_half(self) -> bool:
         """Whether any value is in half precision, as it is under autocast."""
-        return any(is_half(t.dtype) for n in self.graph.nodes for t in trees.tensors(n.meta.get("val")))
+        return any(is_half(t.dtype) for n in self.graph.nodes for t in trees.tensors(value(n)))
 
     def output(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output object around the graph's output tensors."""
@@ -198,7 +199,7 @@ def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, fixed_at: str, *, be
 def _refuse_escaped(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), FakeTensor):
-            at = next(iter(node.users)).meta.get("source", "an unknown line")
+            at = source(next(iter(node.users)))
             raise TraceError(
                 f"a value that the model uses (at {at}) was computed behind the trace: perhaps by a custom autograd.Function "
                 "that saves its output for its backward, in a model that takes derivatives in its own forward (let it save its "
@@ -208,10 +209,10 @@ def _refuse_escaped(gm: fx.GraphModule) -> None:
 
 def _refuse_shapes_of_data(graph: fx.Graph, batch: sympy.Symbol) -> None:
     for node in graph.nodes:
-        val = node.meta.get("val")
+        val = value(node)
         sizes = [n for n in val.shape if isinstance(n, torch.SymInt)] if isinstance(val, Tensor) else []
         if any(expression(n).free_symbols - {batch} for n in sizes):
             raise TraceError(
-                f"the shape of {node.name} depends on data (at {node.meta.get('source', 'an unknown line')}), so the "
+                f"the shape of {node.name} depends on data (at {source(node)}), so the "
                 f"model has no static graph; use masks instead of selecting by value, or {ANY_MODEL}"
             )
