@@ -137,15 +137,15 @@ _SIZES = ("size", "sizes", "shape", "input_sizes")
 def _along_dimensions(operation: Any, m: int, a: Arguments) -> Any:
     if operation not in _OF_NUMBERS and not all(map(_rank, _tensors(a))):
         return NotImplemented  # -1 is a dimension of a single number, but not of a stack of them
-    moved = {
-        k: _further(v, a)
-        if k in _DIMS
-        else [m, *v]
-        if k in _SIZES and isinstance(v, Sequence)
-        else _map(lambda t: _full(t, m), v)
-        for k, v in a.items()
-    }
-    return _stacked(_call(operation, moved))
+
+    def moved(k: str, v: Any) -> Any:
+        if k in _DIMS:
+            return _further(v, a)
+        if k in _SIZES and isinstance(v, Sequence):
+            return [m, *v]
+        return _map(lambda t: _full(t, m), v)
+
+    return _stacked(_call(operation, {k: moved(k, v) for k, v in a.items()}))
 
 
 _OF_NUMBERS = {aten.unsqueeze.default, aten.reshape.default, aten.stack.default}
@@ -198,10 +198,8 @@ def _expand(operation: Any, m: int, a: Arguments) -> Any:
 
 @_register(aten.sum.default, aten.mean.default)
 def _reduce(operation: Any, m: int, a: Arguments) -> Any:
-    x = a["self"].values.reshape(m, -1)
-    return Stacked(
-        x.sum(1, dtype=a["dtype"]) if operation is aten.sum.default else x.mean(1, dtype=a["dtype"])
-    )
+    reduce = torch.sum if operation is aten.sum.default else torch.mean
+    return Stacked(reduce(a["self"].values.reshape(m, -1), 1, dtype=a["dtype"]))
 
 
 @_register(
@@ -301,9 +299,10 @@ def _convolution(operation: Any, m: int, a: Arguments) -> Any:
     joined = {"weight": _full(weight, m).flatten(0, 1)}
     if bias is not None:
         joined["bias"] = _full(bias, m).flatten()
-    if not isinstance(x, Stacked) and a["groups"] == 1 and not a["transposed"]:
-        return _members(_call(operation, a | joined), m)  # every kernel sees the same channels
-    joined |= {"input": _channels(x, m), "groups": m * a["groups"]}
+    if (
+        isinstance(x, Stacked) or a["groups"] != 1 or a["transposed"]
+    ):  # else every kernel sees the same channels
+        joined |= {"input": _channels(x, m), "groups": m * a["groups"]}
     return _members(_call(operation, a | joined), m)
 
 
@@ -317,9 +316,7 @@ def _convolution_backward(operation: Any, m: int, a: Arguments) -> Any:
         "bias_sizes": None if a["bias_sizes"] is None else [m * n for n in a["bias_sizes"]],
     }
     x, weight, bias = _call(operation, a | joined)
-    return None if x is None else _members(x, m), *(
-        None if t is None else _split(t, m) for t in (weight, bias)
-    )
+    return None if x is None else _members(x, m), *_split((weight, bias), m)
 
 
 # --- normalisation ----------------------------------------------------------------------------------
@@ -373,7 +370,7 @@ def _layer_norm_backward(operation: Any, m: int, a: Arguments) -> Any:
 def _group_norm(operation: Any, m: int, a: Arguments) -> Any:
     x = a["input"]
     plain = {"input": _full(x, m).flatten(0, 1), "weight": None, "bias": None, "N": m * a["N"]}
-    out, mean, rstd = (_split(t, m) for t in _call(operation, a | plain))
+    out, mean, rstd = _split(_call(operation, a | plain), m)
     return _affine(out, a["weight"], a["bias"], _spread_channels(x)), mean, rstd
 
 
