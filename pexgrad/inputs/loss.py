@@ -24,7 +24,8 @@ from ..base.modes import validated
 from ..base.numerics import is_inexact
 from ..errors import LossError, MixedExamplesError
 from .call import Call
-from .reductions import NotPerExample, OverExamples, Sizes, Step, common
+from .reductions import NotPerExample, OverExamples, Sizes
+from .steps import Step, common
 from .torch_losses import Loss, vectorised
 
 Examples = Callable[[int], tuple[Any, Any]]  # b -> the output and y of example b as a batch of one

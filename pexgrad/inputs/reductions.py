@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..base.fakes import expression, symbol_of
+from .steps import Step, Steps, leaves_of
 from .torch_losses import CLASSES, PER_EXAMPLE, per_example
 
 # of each arithmetic operation on numbers, by its place among them: argument -> what it is for a batch of so many, where it is
 # made of the size of the batch
 Sizes = dict[int, dict[int, Callable[[int], int]]]
-Step = tuple[Any, ...]  # a function, and what it was called with (see `OverExamples._settings`)
 
 
 class NotPerExample(Exception):
@@ -82,56 +82,6 @@ _ARITHMETIC = _every(
 )  # fmt: skip
 
 
-# what a function is called with, beside tensors and numbers: compared as it is, since another makes it another function
-_SETTINGS = (int, bool, str, type(None), type(...), torch.dtype, torch.device, torch.SymInt)
-_OPEN = object()  # an integer that is another for another batch
-
-
-def _leaves(args: Any, kwargs: Any) -> list[Any]:
-    """Arguments in a row; a slice as the three that it is made of."""
-    found = []
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        found += [leaf.start, leaf.stop, leaf.step] if type(leaf) is slice else [leaf]
-    return found
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and a == b  # 1 is not True
-
-
-def common(one: list[Step], other: list[Step]) -> list[Step] | None:
-    """The steps of a loss for any batch, from those for two sizes of batch; None where it does not do the same for both."""
-
-    def joined(pair: tuple[Any, Any]) -> Any:
-        a, b = pair
-        if _are_equal(a, b):
-            return a
-        if type(a) is not int or type(b) is not int:
-            raise NotPerExample
-        return _OPEN
-
-    try:
-        return [tuple(map(joined, zip(a, b, strict=True))) for a, b in zip(one, other, strict=True)]
-    except (NotPerExample, ValueError):  # another function, or more of them
-        return None
-
-
-def is_one_of(steps: list[Step], ways: list[list[Step]]) -> bool:
-    """Whether a loss has gone one of these ways."""
-
-    def same(a: Any, known: Any) -> bool:
-        if known is _OPEN:
-            return isinstance(a, int | torch.SymInt)
-        return _are_equal(a, known)
-
-    def along(way: list[Step]) -> bool:
-        return len(steps) == len(way) and all(
-            len(a) == len(b) and all(map(same, a, b)) for a, b in zip(steps, way, strict=True)
-        )
-
-    return any(map(along, ways))
-
-
 def _is_whole(args: Any, kwargs: Any) -> bool:
     """Whether a reduction is along a dimension, and there is no other."""
     of_vector = bool(args) and isinstance(args[0], Tensor) and args[0].dim() == 1
@@ -157,11 +107,13 @@ class OverExamples(TorchFunctionMode):
         # by identity, and kept alive, so that none takes another's
         self._of_examples = {id(t): t for t in tensors}
         self._numbers: dict[int, Tensor] = {}
-        self.steps: list[Step] = []  # so far
-        self.coefficients: list[Any] = []  # the numbers in them, but for sizes
-        self._places: dict[int, tuple[int, Tensor]] = {}  # of all tensors, in the order in which they came up
-        for t in self._of_examples.values():
-            self._place(t)
+        self._taken = Steps(self._of_examples.values())
+        self.coefficients: list[Any] = []  # the numbers in the steps, but for sizes
+
+    @property
+    def steps(self) -> list[Step]:
+        """What the loss has done so far."""
+        return self._taken.steps
 
     def are_numbers(self, result: Any) -> bool:
         """Whether a result is one number for each example."""
@@ -169,24 +121,11 @@ class OverExamples(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = _leaves(args, kwargs)
-        self.steps.append((func, *(s for leaf in leaves for s in self._settings(leaf))))
+        leaves = leaves_of(args, kwargs)
+        self._taken.note(func, leaves)
         result = self._call(func, args, kwargs, leaves)
-        for t in pytree.tree_leaves(result):
-            if isinstance(t, Tensor):
-                self._place(t)
+        self._taken.meet(pytree.tree_leaves(result))
         return result
-
-    def _place(self, t: Tensor) -> int:
-        return self._places.setdefault(id(t), (len(self._places), t))[0]
-
-    def _settings(self, leaf: Any) -> Sequence[Any]:
-        """What is compared of an argument: of a tensor which one it is, of a coefficient that it is one."""
-        if isinstance(leaf, Tensor):
-            # of one that the loss has from elsewhere, and may have another for later, the shape as well
-            shape = () if id(leaf) in self._places else leaf.shape
-            return [(self._place(leaf),), *shape]
-        return [leaf if type(leaf) in _SETTINGS else type(leaf)]
 
     def _call(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         # with which `torch.distributions` checks what it is given

@@ -18,8 +18,9 @@ from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.loss import ExampleLosses, Examples
 from ..inputs.preserved import preserved
-from ..inputs.reductions import OverExamples, Sizes, Step, is_one_of
+from ..inputs.reductions import OverExamples, Sizes
 from ..inputs.snapshot import Snapshot, snapshot
+from ..inputs.steps import Step, is_one_of
 from ..tracing.trace import Trace
 from .few_examples import shrunk, varied
 from .layout import Layout, UntoldError
