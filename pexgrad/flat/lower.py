@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from ..base import trees
@@ -39,7 +38,7 @@ from ..base.fakes import (
     symbolic_len,
     symbolic_mode,
 )
-from ..base.modes import uncompiled
+from ..base.modes import differentiable_kernels, uncompiled
 from ..base.nodes import operation
 from ..base.still import StandStill
 from ..errors import TraceError, VerificationError, first_line
@@ -265,7 +264,7 @@ def _unflat(flat: Sequence[Tensor], call: Call, batch: Any) -> Call:
 def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
     try:
         # fused attention has no rule for vmap and no second derivative; its parts have both
-        with uncompiled(), symbolic_len(), sdpa_kernel(SDPBackend.MATH):
+        with uncompiled(), symbolic_len(), differentiable_kernels(True):
             record = make_fx(function, BACKWARD, tracing_mode="fake", _allow_non_fake_inputs=True)
             module = record(*fakes)
     except Exception as e:

@@ -24,9 +24,8 @@ def with_arguments(
 ) -> fx.GraphModule:
     """The graph as a module called like the function: `module(params, x, y)`; `given` are examples of those three.
 
-    `whole` gives the result its last shape.
-
-    Parameters that were not given, and buffers, become buffers of the module: the same tensors as the model's own.
+    `whole` nests what is by name in the result as the parameters are nested. Parameters that were not given, and buffers, become
+    buffers of the module: the same tensors as the model's own.
     """
     leaves, spec = pytree.tree_flatten((given, {}))
     names = [
@@ -49,9 +48,9 @@ def with_arguments(
     for node, k in zip(args[n_given:], own, strict=False):
         new[node] = graph.get_attr(_safe(k))
         new[node].meta.update(node.meta)
-    check_sizes = lowered.sizes(call.batch)
-    if check_sizes != (0, None):
-        graph.call_function(check_batch, (new[args[n_given + len(own)]], *check_sizes))
+    served = lowered.sizes(call.batch)
+    if served != (0, None):
+        graph.call_function(check_batch, (new[args[n_given + len(own)]], *served))
     tree = whole(pytree.tree_unflatten(list(graph.graph_copy(lowered.module.graph, new)), lowered.spec))  # pyright: ignore[reportArgumentType]
     result, result_spec = pytree.tree_flatten(tree)
     _name_results(tree)

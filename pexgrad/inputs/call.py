@@ -47,10 +47,6 @@ class Call:
         """What a trace's graph takes: parameters, buffers, inputs."""
         return [*self.params.values(), *self.buffers, *self.inputs()]
 
-    def values_of(self, b: int) -> list[Tensor]:
-        """The same for example b as a batch of one."""
-        return [*self.params.values(), *self.buffers, *(t[b : b + 1] for t in self.inputs())]
-
     def flat(self) -> list[Tensor]:
         """What a flat graph takes: the same, then the targets."""
         return [*self.values(), *self.targets()]

@@ -69,10 +69,8 @@ def recorded(
     with quiet(), TRACING, symbolic_len():
         record = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)
         graph = record(*fakes).graph
-    if batch in env.replacements:
-        raise ValueError("the losses depend on the batch size")
     given = [n for n in graph.nodes if n.op == "placeholder"]
     found = LossGraph(graph, given, batch, Guards(batch, tuple({g.expr for g in env.guards})))
-    if not all(map(found.serves, _SIZES)):
+    if batch in env.replacements or not all(map(found.serves, _SIZES)):
         raise ValueError("the losses depend on the batch size")
     return found

@@ -69,7 +69,7 @@ def _same_alone(trial: Trial, base: Forward, at: Layouts, apart: list[int]) -> b
     if not trial.trace.serves(1):
         return False
     for b in range(trial.batch):
-        alone = trial.program.run(trial.call.values_of(b))
+        alone = trial.program.run(trial.call.examples(b, b + 1).values())
         for place, x, y in zip(at.outputs, base.outputs, alone.outputs, strict=True):
             if place is not None and not trial.agree(place.view(x, trial.batch)[b], place.view(y, 1)[0]):
                 return False
