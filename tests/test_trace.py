@@ -473,3 +473,51 @@ def test_a_dataclass_with_more_than_its_fields(strategy):
     plain = Net(lambda s, x: s.lin(x.relu()) * 2, lin=model.lin)
     rows = pexgrad.per_example_grad(model, strategy=strategy)(named(model), Batch(x), y)
     assert_rows_equal(rows, rows_of(plain, F.cross_entropy, x, y))
+
+
+# --- TorchScript ------------------------------------------------------------------------------------
+
+ITS_OWN_WARNING = pytest.mark.filterwarnings("ignore:`torch.jit")
+
+
+def gate(x, scale: float = 2.0):
+    return torch.tanh(x) * scale + x.shape[0] * 0
+
+
+class Scripted(nn.Module):
+    """A function of TorchScript's behind a gate, which may be closed for all examples of a batch."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.b, self.function = nn.Linear(4, 5), nn.Linear(5, 3), function
+
+    def forward(self, x, opened):
+        return self.b(opened[:, None] * self.function(self.a(x)))
+
+
+@ITS_OWN_WARNING
+@pytest.mark.parametrize("script", [torch.jit.script, lambda f: torch.jit.trace(f, torch.randn(6, 5))])
+@pytest.mark.parametrize("opened", [0.0, 1.0])
+def test_functions_of_torchscript_that_have_run_before(script, opened):
+    model = Scripted(script(gate))
+    x, y = (torch.randn(6, 4), torch.full((6,), opened)), labels(6, 3)
+    for _ in range(3):  # from then on TorchScript runs a graph of its own
+        F.cross_entropy(model(*x), y).backward()
+    fn, params = pexgrad.per_example_grad(model), dict(model.named_parameters())
+    fn(params, x, y)
+    for b in (6, 2):
+        x, y = (torch.randn(b, 4), torch.ones(b)), labels(b, 3)
+        assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+    assert fn.trace_count == 1
+
+
+@ITS_OWN_WARNING
+def test_torchscript_without_its_code_is_refused():
+    function = torch._C._create_function_from_graph("loaded", torch.jit.script(gate).graph)
+    model = Scripted(lambda h: function(h, 2.0))
+    with pytest.raises(
+        pexgrad.TraceError, match=r"'loaded' \(at .*test_trace.py:\d+\) is TorchScript without"
+    ):
+        pexgrad.per_example_grad(model)(
+            dict(model.named_parameters()), (torch.randn(6, 4), torch.ones(6)), labels(6, 3)
+        )

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from cases.case import labels
 
 import pexgrad
 from pexgrad.base.compare import is_finite, largest_error, moved
+from pexgrad.calls import traces
 from pexgrad.definition import verify
 from pexgrad.factors import Rows
 from pexgrad.flat import lower
@@ -127,3 +129,71 @@ def test_numbers_changed_by_one_rounding_of_their_own(dtype):
     ones = torch.ones(4, dtype=dtype)
     changed = moved(ones, torch.finfo(dtype).eps)
     assert changed.dtype == dtype and bool((changed != ones).all())
+
+
+# --- what the first batch does not tell -----------------------------------------------------------
+
+
+def scaled_by_its_node(h):
+    h = h * 1
+    if h.grad_fn is not None:
+        h.grad_fn.register_prehook(lambda grads: (grads[0] * 3,))
+    return h
+
+
+def saved_in_another_form(h):
+    with torch.autograd.graph.saved_tensors_hooks(torch.round, lambda t: t):
+        return h**2
+
+
+class Odd(nn.Module):
+    """Whose backward is not that of its operations, where `how` says so."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(5, 4), nn.Linear(4, 3), how
+
+    def forward(self, x):
+        return self.b(torch.relu(self.how(self.a(x))))
+
+
+def weighted(out, y):
+    return F.cross_entropy(out, y[0], reduction="none") * y[1]
+
+
+def told_late(first):
+    """A batch whose gradients are zero or no numbers, `first`, and one like any."""
+    x, y = torch.randn(6, 5), (labels(6, 3), torch.ones(6))
+    if first == "weights of zero":
+        return (x, (y[0], torch.zeros(6))), (x, y)
+    return (x + float("nan") if first == "nan" else x, y), (x, y)
+
+
+@pytest.mark.parametrize("how", [scaled_by_its_node, saved_in_another_form])
+@pytest.mark.parametrize("first", ["weights of zero", "nan", "dead units"])
+def test_a_first_batch_that_tells_nothing(how, first):
+    model = Odd(how)
+    fn = pexgrad.per_example_grad(model, weighted)
+    nothing, like_any = told_late(first)
+    params = dict(model.named_parameters())
+    dead = params | {"a.bias": params["a.bias"].detach() - 1e3} if first == "dead units" else params
+    fn(dead, *nothing)
+    for _ in range(2):
+        with pytest.raises(pexgrad.VerificationError, match="the gradient of"):
+            fn(params, *like_any)
+
+
+def test_a_trace_that_is_right_is_told_of_and_kept(monkeypatch):
+    model = Odd(torch.tanh)
+    fn = pexgrad.per_example_grad(model, weighted)
+    asked = []
+    monkeypatch.setattr(traces, "verify", lambda *a: (asked.append(1), verify.verify(*a))[1])
+    nothing, like_any = told_late("weights of zero")
+    params = dict(model.named_parameters())
+    for batch in [nothing] * 40 + [like_any] * 40:
+        fn(params, *batch)
+    # once at first, 16 times more, then at 32 and at 64, where a gradient tells
+    assert len(asked) == 1 + 16 + 2 and fn.trace_count == 1
+    for _ in range(70):
+        fn(params, *like_any)
+    assert len(asked) == 1 + 16 + 2

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -29,10 +32,25 @@ from ..inputs.preserved import preserved
 from ..inputs.reads import forget_names
 from ..inputs.rebind import Bound, refuse_backward_hooks
 from ..pipeline import Pipeline, build
+from ..stages.few_examples import REPEATED, draw
 from .signature import identified, signature
 
 _OF_A_KIND = 8  # from which on they are worth a warning
 _MOST = 64  # of one signature that are kept
+_AGAIN = 16  # calls that verify a trace again, where there is something left to tell
+
+
+@dataclass
+class Untold:
+    """The parameters of which a trace's verification has told nothing so far."""
+
+    names: frozenset[str]
+    calls: int = 0  # since
+
+    def is_due(self) -> bool:
+        """Whether to look again at this call: at the first ones, then ever more rarely."""
+        self.calls += 1
+        return self.calls <= _AGAIN or self.calls.bit_count() == 1
 
 
 class Traces:
@@ -44,6 +62,7 @@ class Traces:
         self._kept_alive: dict[Any, list[Any]] = {}  # what the keys of _known identify
         # likewise, by the signatures of single examples that have no trace
         self._untraced: dict[Any, list[Any]] = {}
+        self._untold: WeakKeyDictionary[Pipeline, Untold] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[Pipeline]:
         return (pipeline for known in self._known.values() for pipeline in known)
@@ -55,10 +74,11 @@ class Traces:
             known = self._known.setdefault(key, [])
             for pipeline in known:
                 if pipeline.serves(call):
+                    self._verify_again(pipeline, call, known)
                     return pipeline
             refuse_backward_hooks(self._model.model)
             self._warn_of_changes(key)
-            with uncompiled(), unvalidated(), preserved(self._loss.loss):
+            with self._checking():
                 pipeline = self._made(call)
             known.insert(0, pipeline)  # it may take the place of one that no longer serves
             del known[_MOST:]  # of a model that reads another number at every step
@@ -83,6 +103,30 @@ class Traces:
                 known.remove(pipeline)
             return self.of(call)
 
+    @contextlib.contextmanager
+    def _checking(self) -> Iterator[None]:
+        """What the model's own code runs in."""
+        with uncompiled(), unvalidated(), preserved(self._loss.loss):
+            yield
+
+    def _verify_again(self, pipeline: Pipeline, call: Call, known: list[Pipeline]) -> None:
+        """Verify a trace by this call too while there are parameters of which no call has told anything.
+
+        So a first batch that weighs nothing, or that no unit answers to, does not let a wrong trace pass.
+        """
+        untold = self._untold.get(pipeline)
+        if untold is None or not call.batch or not untold.is_due():
+            return
+        few = draw(pipeline.trace.serves, call, REPEATED)
+        try:
+            with self._checking():
+                untold.names &= verify(pipeline, self._model, self._loss, call, few)
+        except PexgradError:
+            known.remove(pipeline)
+            raise
+        if not untold.names:
+            del self._untold[pipeline]
+
     def _warn_of_changes(self, key: Any) -> None:
         """Warn where the same inputs have been traced again and again, for something else that has changed."""
         others = [k for k, known in self._known.items() if known and k[1:] == key[1:]]
@@ -101,7 +145,8 @@ class Traces:
             pipeline, few = build(self._model, self._loss, call)
             if self._verified:
                 refuse_mixing(pipeline)
-                verify(pipeline, self._model, self._loss, call, few)
+                if names := verify(pipeline, self._model, self._loss, call, few):
+                    self._untold[pipeline] = Untold(names)
         except (MixedExamplesError, LossError, VerificationError):
             raise
         except Exception as e:

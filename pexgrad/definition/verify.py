@@ -1,4 +1,4 @@
-"""Stage 7, once per trace: its rows against the definition, computed with the original module and plain autograd."""
+"""Stage 7, for each trace: its rows against the definition, computed with the original module and plain autograd."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from ..stages.opaque_mixing import mixing_inside, opaque_nodes
 from .strategies import grad_or_zeros, naive
 
 
-def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, few: Call) -> None:
+def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, few: Call) -> frozenset[str]:
     """Raise where the pipeline's rows or losses differ from the definition on the first two of a few examples.
 
-    They are compared at their parameters, or at those of the call itself.
+    They are compared at their parameters, or at those of the call itself. Returns the parameters of which that tells nothing:
+    their gradients are zero there, or no numbers.
     """
     trace = pipeline.trace
     two = few.examples(0, 2) if trace.serves(2) else few
@@ -43,6 +44,7 @@ def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, fe
         wrong = _wrong(pipeline, model, loss, at, want)
         if wrong is not None and not _agrees_elsewhere(pipeline, model, loss, at, wrong[1]):
             raise VerificationError(_message(*wrong, differs_alone=not trace.serves(1)))
+        return frozenset(k for k, r in want.rows(last=True).items() if not (is_finite(r) and bool(r.any())))
 
 
 def _refuse_comparing(model: Bound, loss: ExampleLosses, at: Call, want: Jacobian) -> None:

@@ -299,9 +299,8 @@ def _convolution(operation: Any, m: int, a: Arguments) -> Any:
     joined = {"weight": _full(weight, m).flatten(0, 1)}
     if bias is not None:
         joined["bias"] = _full(bias, m).flatten()
-    if (
-        isinstance(x, Stacked) or a["groups"] != 1 or a["transposed"]
-    ):  # else every kernel sees the same channels
+    shared = not isinstance(x, Stacked) and a["groups"] == 1 and not a["transposed"]
+    if not shared:  # else every kernel sees the same channels
         joined |= {"input": _channels(x, m), "groups": m * a["groups"]}
     return _members(_call(operation, a | joined), m)
 

@@ -21,7 +21,8 @@ SIZES = (3, 2, 4, 5, 6, 8, 16, 32, 64)
 
 # how examples are made up where there are too few: of values from elsewhere, which may not fit one another (boxes whose left edge
 # is right of the right one); of numbers with noise, of which some models take none (ids in a table of floats); of the user's own
-MADE_UP = ("scrambled", "noisy", "repeated")
+REPEATED = "repeated"
+MADE_UP = ("scrambled", "noisy", REPEATED)
 
 
 def ways(serves: Callable[[int], bool], call: Call) -> Sequence[str]:
@@ -42,7 +43,7 @@ def draw(serves: Callable[[int], bool], call: Call, made_up: str) -> Call:
     generator = torch.Generator().manual_seed(0)
     order = _order(call)
     few = call.take([order[i % batch] for i in range(size)])
-    if batch < size and made_up != "repeated":
+    if batch < size and made_up != REPEATED:
         scramble = made_up == "scrambled" and batch == 1
         few = few.with_inputs(lambda t: _varied(t, batch, generator, scramble))
     trainable = set(call.trainable)

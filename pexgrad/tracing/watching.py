@@ -17,11 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.fx.experimental.sym_node import SymNode
+from torch.jit import ScriptFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..base.fakes import computes_metadata, quiet, symbolic_len
 from ..base.modes import inside_transform
+from ..base.source import calling_line
+from ..errors import ANY_MODEL, TraceError
 from .numbers import noting_numbers
 from .opaque import opaque_functions, traced_data, traced_hooks
 from .origins import noting_source
@@ -49,6 +52,7 @@ def watching(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
         ),
         mock.patch.object(nn.Module, "_apply", in_this_thread(_apply, nn.Module._apply)),
         mock.patch.object(nn.TransformerEncoder, "forward", _without_nesting(nn.TransformerEncoder.forward)),
+        mock.patch.object(ScriptFunction, "__call__", in_this_thread(_as_written, ScriptFunction.__call__)),
         noting_numbers(reader.numbers),
         mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _no_metadata),
         mock.patch.object(PythonKeyTracer, "create_node", noting_source(PythonKeyTracer.create_node)),
@@ -148,6 +152,17 @@ def _without_nesting(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(self, src, *args, **kwargs)
 
     return run
+
+
+def _as_written(function: ScriptFunction, *args: Any, **kwargs: Any) -> Any:
+    """A scripted function's Python code: once it has run, TorchScript puts what a trace sees without a gradient in its place."""
+    code = getattr(function, "_torchdynamo_inline", None)  # what torch.compile takes, too
+    if code is None:
+        raise TraceError(
+            f"the function '{function.name}' (at {calling_line()}) is TorchScript without the Python code that it was made of, "
+            f"so its gradient cannot be traced; call the code itself, or {ANY_MODEL}"
+        )
+    return code(*args, **kwargs)
 
 
 def _is_metadata(frame: FrameType | None) -> bool:
