@@ -161,10 +161,12 @@ def tracin(
             f"{len(steps)} rates for {len(saved)} checkpoints; give one for each, or one for all"
         )
     ((x_test, y_test),) = pairs([test], saved[0])
-    tests = [jacobian(params, x_test, y_test) for params in saved]
+    tests = [_of(jacobian, params, x_test, y_test) for params in saved]
     lines = []
     for x, y in pairs(batches, saved[0]):
-        grams = [rate * jacobian(p, x, y).gram(t) for rate, p, t in zip(steps, saved, tests, strict=True)]
+        grams = [
+            rate * _of(jacobian, p, x, y).gram(t) for rate, p, t in zip(steps, saved, tests, strict=True)
+        ]
         lines.append(torch.stack(grams).sum(0))
     return torch.cat(_some(lines, "batches"))
 
@@ -192,7 +194,7 @@ def dataset_moments(jacobian: JacobianOf, params: Params, batches: Batches) -> t
     second: dict[str, Tensor] = {}
     seen, paths = 0, None
     for x, y in pairs(batches, params):
-        J = jacobian(params, x, y)
+        J = _of(jacobian, params, x, y)
         if not J.batch:
             continue
         seen, paths = seen + J.batch, J.paths
@@ -251,6 +253,10 @@ def noise_scale(moments: Moments, examples: int) -> NoiseScale:
     Raises:
         InputError: where `examples` is below 2.
     """
+    if not isinstance(moments, Moments):
+        raise InputError(
+            f"moments is {described(moments)}; expected J.moments() or the first of dataset_moments"
+        )
     positive_int(examples, "examples")
     if examples < 2:
         raise InputError(f"examples={examples}: the spread of gradients takes at least 2 of them")
@@ -282,6 +288,13 @@ def fisher_diagonal(jacobian: JacobianOf, params: Params, batches: Batches) -> d
         InputError: where there is no example.
     """
     return dataset_moments(jacobian, params, batches)[0].second
+
+
+def _of(jacobian: JacobianOf, params: Params, x: Any, y: Any) -> Jacobian:
+    found = jacobian(params, x, y)
+    if not isinstance(found, Jacobian):
+        raise InputError(f"jacobian gives {described(found)}; pass what per_example_jacobian(model) returns")
+    return found
 
 
 def _some(items: Iterable[Any], name: str) -> list[Any]:

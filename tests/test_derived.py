@@ -14,7 +14,8 @@ THROUGH = """
     low_rank_updates_merged_into_frozen_weights low_rank_update_used_twice_beside_its_own_factor
     weight_times_itself_and_its_transpose product_of_three_matrices_one_of_which_is_a_buffer low_rank_weights_of_heads
     recurrence_with_a_low_rank_weight scales_that_are_stored_as_what_they_differ_from_one
-    relative_positions_by_an_embedding low_rank_weight_cut_off_in_part
+    relative_positions_by_an_embedding low_rank_weight_cut_off_in_part normalised_weights_at_several_positions
+    normalised_weights_of_one_number_a_line weights_by_their_spectral_norms
 """
 
 
@@ -139,3 +140,30 @@ def test_a_scale_that_changes():
     for scale in (0.7, -2.0):
         model.scale.fill_(scale)
         assert_rows_equal(fn(named(model), x, y), rows_of(model, loss, x, y), tol=1e-5)
+
+
+def test_norms_where_uses_all_but_undo_one_another():
+    """Their squares and products, added up, would be rounding."""
+
+    def model(p, x):
+        return x @ (p["w"] - p["w"].T)
+
+    x = 1 + 1e-4 * torch.randn(4, 6)
+    got = pexgrad.per_example_grad_norm(model, lambda out, y: out.sum(1))({"w": torch.randn(6, 6)}, x)
+    want = (x[:, :, None] - x[:, None, :]).double().flatten(1).norm(dim=1)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=0)
+
+
+def test_norms_where_a_gradient_is_along_its_line():
+    torch.manual_seed(0)
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(6, 3, bias=False))
+    v = model.parametrizations.weight.original1
+    x = v.detach()[:1].repeat(4, 1)  # along the first line
+    params = named(model)
+    norms = pexgrad.per_example_grad_norm(model, lambda out, y: out[:, 0], per_param=True)(params, x)
+    rows = pexgrad.per_example_grad(model, lambda out, y: out[:, 0], strategy="naive")(params, x)
+    got, want = (
+        norms["parametrizations.weight.original1"],
+        rows["parametrizations.weight.original1"].flatten(1).norm(dim=1),
+    )
+    assert (got - want).abs().max() < 1e-6

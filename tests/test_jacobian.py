@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -442,3 +444,23 @@ def test_weights_drawn_anew_for_each_example():
     for k, mean in jacobian.moments().mean.items():
         torch.testing.assert_close(mean, rows[k].mean(0))
     torch.testing.assert_close(jacobian.norms(), torch.cat([*rows.values()], 1).norm(dim=1))
+
+
+def test_an_operator_is_not_copied():
+    model = nn.Linear(3, 2)
+    J = pexgrad.per_example_jacobian(model)(dict(model.named_parameters()), torch.randn(4, 3), labels(4, 2))
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(pexgrad.InputError, match="neither be copied nor pickled; keep its rows"):
+            make(J)
+
+
+def test_inner_products_of_two_precisions():
+    x, y = torch.randn(4, 3), labels(4, 2)
+    one, other = (
+        pexgrad.per_example_jacobian(m)(dict(m.named_parameters()), x.to(m.weight.dtype), y)
+        for m in (nn.Linear(3, 2).float(), nn.Linear(3, 2).double())
+    )
+    with pytest.raises(
+        pexgrad.InputError, match=r"\(2, 3\) of torch.float32 here and \(2, 3\) of torch.float64 there"
+    ):
+        one.gram(other)

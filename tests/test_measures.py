@@ -177,6 +177,15 @@ def test_tracin_refuses():
     jacobian = pexgrad.per_example_jacobian(model)
     with pytest.raises(pexgrad.InputError, match="2 rates for 1 checkpoints"):
         pexgrad.tracin(jacobian, [named(model)], [(x, y)], (x, y), [0.1, 0.2])
+    norms = pexgrad.per_example_grad_norm(model)
+    for measure in (
+        lambda: pexgrad.tracin(norms, [named(model)], [(x, y)], (x, y)),
+        lambda: pexgrad.fisher_diagonal(norms, named(model), [(x, y)]),
+    ):
+        with pytest.raises(pexgrad.InputError, match=r"gives \(\d+,\); pass what per_example_jacobian"):
+            measure()
+    with pytest.raises(pexgrad.InputError, match=r"moments is a Jacobian; expected J\.moments"):
+        pexgrad.noise_scale(jacobian(named(model), x, y), 3)
     with pytest.raises(pexgrad.InputError, match="checkpoints is empty"):
         pexgrad.tracin(jacobian, [], [(x, y)], (x, y))
     with pytest.raises(pexgrad.InputError, match="batches is empty"):

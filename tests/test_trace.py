@@ -521,3 +521,13 @@ def test_torchscript_without_its_code_is_refused():
         pexgrad.per_example_grad(model)(
             dict(model.named_parameters()), (torch.randn(6, 4), torch.ones(6)), labels(6, 3)
         )
+
+
+def test_an_operation_of_which_torch_knows_no_shape():
+    model = Net(
+        lambda s, x: torch.fake_quantize_per_tensor_affine(s.lin(x), 0.1, 0, -8, 7), lin=nn.Linear(4, 3)
+    )
+    with pytest.raises(
+        pexgrad.TraceError, match=r"torch knows no shape of its result: use strategy=\"naive\""
+    ):
+        pexgrad.per_example_grad(model)(named(model), torch.randn(2, 4), labels(2, 3))

@@ -154,7 +154,7 @@ class Odd(nn.Module):
         self.a, self.b, self.how = nn.Linear(5, 4), nn.Linear(4, 3), how
 
     def forward(self, x):
-        return self.b(torch.relu(self.how(self.a(x))))
+        return self.b(self.how(torch.relu(self.a(x))))
 
 
 def weighted(out, y):

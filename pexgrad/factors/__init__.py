@@ -9,6 +9,8 @@ from .convolving import Geometry as Geometry
 from .dense import Replay as Replay
 from .dense import Rows as Rows
 from .dense import WideRows as WideRows
+from .lines import Lines as Lines
+from .lines import along_lines as along_lines
 from .outer import Outer as Outer
 from .permuted import Permuted as Permuted
 from .scatter import Scatter as Scatter

@@ -70,6 +70,11 @@ class Jacobian:
     def __repr__(self) -> str:
         return f"Jacobian({self.batch} examples, {len(self.leaves)} parameters)"
 
+    def __reduce__(self) -> Any:
+        raise InputError(
+            "a Jacobian holds the graph of its call, and can neither be copied nor pickled; keep its rows, norms or sums"
+        )
+
     @property
     def batch(self) -> int:
         """The number of examples B."""
@@ -222,7 +227,7 @@ class Jacobian:
             if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
                 raise InputError(
                     f"the two Jacobians are for different parameters, so their rows have no inner products: '{k}' is "
-                    f"{described(a)} here and {described(b)} there"
+                    f"{_kind(a)} here and {_kind(b)} there"
                 )
         with self.working(), other.working():
             parts = [
@@ -283,6 +288,10 @@ def apart(results: dict[str, Tensor], taken: Iterable[int | None] = ()) -> dict[
             results[k] = t.clone(memory_format=torch.contiguous_format)
         seen.add(memory)
     return results
+
+
+def _kind(p: Tensor | None) -> str:
+    return described(p) + ("" if p is None else f" of {p.dtype}")
 
 
 def _kept_bytes(term: Term) -> int:

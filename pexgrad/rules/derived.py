@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base.numerics import accumulable
-from ..factors import Broadcast, Factor, Outer, Rows, Scatter
+from ..factors import Broadcast, Factor, Lines, Outer, Rows, Scatter, along_lines
 from .registry import register_pullback
 
 aten = torch.ops.aten
@@ -26,14 +26,34 @@ aten = torch.ops.aten
 
 
 def _times(factor: Factor, by: Any, shape: torch.Size) -> Factor | None:
-    """`factor` times the conjugate of a number; None where it is none, or the operand is repeated along the result."""
+    """To what is multiplied by a number, by one for each line of a matrix, or elementwise; None where that is no factor."""
     if isinstance(factor, Broadcast):
-        factor = _summed_to(factor, tuple(shape))
-    if tuple(factor.shape) != tuple(shape) or not factor.tensors or (isinstance(by, Tensor) and by.dim()):
+        multiplied = factor if _is_one(by) else _elementwise(factor, by)
+        return None if multiplied is None else _summed_to(multiplied, tuple(shape))
+    if tuple(factor.shape) != tuple(shape) or not factor.tensors:
         return None
-    if not isinstance(by, Tensor) and by == 1:
-        return factor
-    return factor.times(by.conj() if isinstance(by, Tensor) else by.conjugate())
+    if not isinstance(by, Tensor) or not by.dim():
+        return factor if _is_one(by) else factor.times(_conjugate(by))
+    if _is_of_matrices(factor) and len(shape) == 2 and tuple(by.shape) == (shape[0], 1):
+        return replace(factor.mapped(accumulable), g=accumulable(factor.g) * _conjugate(by).flatten())
+    return None
+
+
+def _is_one(by: Any) -> bool:
+    """Whether it changes nothing."""
+    return not isinstance(by, Tensor) and by == 1
+
+
+def _conjugate(by: Any) -> Any:
+    return by.conj() if isinstance(by, Tensor) else by.conjugate()
+
+
+def _elementwise(factor: Broadcast, by: Any) -> Broadcast | None:
+    if not isinstance(by, Tensor) or not by.dim():
+        return factor.times(_conjugate(by))
+    if torch.broadcast_shapes(by.shape, factor.shape) != tuple(factor.shape):
+        return None
+    return factor.times(_conjugate(by).expand(factor.shape).flatten())
 
 
 def _summed_to(factor: Broadcast, shape: tuple[int, ...]) -> Broadcast:
@@ -80,17 +100,41 @@ def _negated(factor: Factor, *, shape: torch.Size) -> Factor | None:
 
 @register_pullback(aten.mul.Tensor)
 def _multiplied(factor: Factor, other: Any, *, shape: torch.Size) -> Factor | None:
-    return _times(factor, other, shape)
+    return _along(factor, other, shape) or _times(factor, other, shape)
 
 
 @register_pullback(aten.mul.Tensor, operand="other")
 def _multiplied_by(factor: Factor, self: Any, *, shape: torch.Size) -> Factor | None:
-    return _times(factor, self, shape)
+    return _multiplied(factor, self, shape=shape)
 
 
 @register_pullback(aten.div.Tensor)
 def _divided(factor: Factor, other: Any, *, shape: torch.Size) -> Factor | None:
     return _times(factor, 1 / other, shape)
+
+
+@register_pullback(aten.div.Tensor, operand="other")
+def _divided_by(factor: Factor, self: Tensor, other: Tensor, *, shape: torch.Size) -> Factor | None:
+    return _multiplied(factor, -accumulable(self) / accumulable(other) ** 2, shape=shape)
+
+
+def _along(factor: Factor, m: Any, shape: torch.Size) -> Factor | None:
+    """To what multiplies a matrix: a number, or one for each of its lines."""
+    if not isinstance(m, Tensor) or m.is_complex() or tuple(m.shape) != tuple(factor.shape):
+        return None
+    if not len(shape):
+        return Broadcast(factor.dot(m)[:, None, None], None, (), factor.dtype)
+    if _is_of_matrices(factor) and tuple(shape) == (m.shape[0], 1):
+        return Broadcast(along_lines(factor, m).unsqueeze(1), None, tuple(shape), factor.dtype)
+    return None
+
+
+@register_pullback(aten.norm_except_dim.default, operand="v")
+def _norm_of_lines(factor: Factor, v: Tensor, *, pow: int, dim: int) -> Factor | None:
+    if not isinstance(factor, Broadcast) or v.dim() != 2 or (pow, dim) != (2, 0) or v.is_complex():
+        return None
+    v = accumulable(v)
+    return Lines(factor.summed(), v / torch.linalg.vector_norm(v, dim=1, keepdim=True), factor.dtype)
 
 
 # --- the same numbers in another shape --------------------------------------------------------------
@@ -151,7 +195,7 @@ def _takes(factor: Factor, other: Tensor, inner: int) -> TypeGuard[Outer]:
 
 def _first(factor: Factor, second: Tensor, shape: torch.Size) -> Factor | None:
     """To u (..., o, r) in u v."""
-    if not _takes(factor, second, shape[-1]):
+    if not _takes(factor, second, second.shape[-2]):
         return None
     wide = factor.mapped(accumulable)
     v = second.to(wide.x.dtype).conj().reshape(-1, *second.shape[-2:])
@@ -160,7 +204,7 @@ def _first(factor: Factor, second: Tensor, shape: torch.Size) -> Factor | None:
 
 def _second(factor: Factor, first: Tensor, shape: torch.Size) -> Factor | None:
     """To v (..., r, i) in u v."""
-    if not _takes(factor, first, shape[-2]):
+    if not _takes(factor, first, first.shape[-1]):
         return None
     wide = factor.mapped(accumulable)
     u = first.to(wide.g.dtype).conj().reshape(-1, *first.shape[-2:])
@@ -179,12 +223,12 @@ def _product_second(factor: Factor, self: Tensor, *, shape: torch.Size) -> Facto
 
 @register_pullback(aten.matmul.default)
 def _matmul_first(factor: Factor, other: Tensor, *, shape: torch.Size) -> Factor | None:
-    return _first(factor, other, shape) if other.dim() == len(shape) else None
+    return _mapped(factor, other, shape) if other.dim() == 1 else _first(factor, other, shape)
 
 
 @register_pullback(aten.matmul.default, operand="other")
 def _matmul_second(factor: Factor, self: Tensor, *, shape: torch.Size) -> Factor | None:
-    return _second(factor, self, shape) if self.dim() == len(shape) else None
+    return _second(factor, self, shape)
 
 
 @register_pullback(aten.addmm.default)
@@ -202,6 +246,26 @@ def _addmm_first(factor: Factor, mat2: Tensor, *, alpha: Any, shape: torch.Size)
 def _addmm_second(factor: Factor, mat1: Tensor, *, alpha: Any, shape: torch.Size) -> Factor | None:
     second = _second(factor, mat1, shape)
     return None if second is None else _times(second, alpha, shape)
+
+
+def _mapped(factor: Factor, vec: Tensor, shape: torch.Size) -> Factor | None:
+    """To the matrix in a matrix times a vector."""
+    if not isinstance(factor, Broadcast) or len(shape) != 2 or vec.is_complex():
+        return None
+    g = factor.summed().to(vec.dtype)[:, None, None]  # (b, 1, 1, o)
+    return Outer(g, vec.expand(len(g), 1, 1, -1), tuple(shape), factor.dtype)
+
+
+@register_pullback(aten.dot.default, aten.vdot.default, operand="other")
+def _dotted(factor: Factor, self: Tensor, *, shape: torch.Size) -> Factor | None:
+    if not isinstance(factor, Broadcast) or self.is_complex():
+        return None
+    return Broadcast(factor.summed()[:, None] * self, None, tuple(shape), factor.dtype)
+
+
+@register_pullback(aten.dot.default, aten.vdot.default)
+def _dotted_with(factor: Factor, other: Tensor, *, shape: torch.Size) -> Factor | None:
+    return _dotted(factor, other, shape=shape)
 
 
 # --- rows of a table --------------------------------------------------------------------------------

@@ -91,9 +91,7 @@ def register_pullback(
     """Register the decorated function as the pullback to `operand` of operations that name their arguments alike."""
 
     def register(function: PullbackFunction) -> PullbackFunction:
-        _pullbacks.update(
-            dict.fromkeys(((operation, operand) for operation in operations), as_rule(function))
-        )
+        _pullbacks.update(dict.fromkeys(((o, operand) for o in operations), as_rule(function)))
         return function
 
     return register

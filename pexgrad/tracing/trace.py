@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -179,10 +179,16 @@ def _recorded(run: Callable[..., list[Tensor]], fakes: list[Tensor], *, below: b
     except PexgradError:
         raise
     except Exception as e:
+        why = (
+            "torch knows no shape of its result" if isinstance(e, UnsupportedOperatorException) else _NO_GRAPH
+        )
         raise TraceError(
             f"the model has no static graph: {type(e).__name__}: {first_line(e)}{user_line(e)}; "
-            f"{FORMS if below else 'control flow or shapes that depend on data cannot be traced'}: {ANY_MODEL}"
+            f"{FORMS if below else why}: {ANY_MODEL}"
         ) from e
+
+
+_NO_GRAPH = "control flow or shapes that depend on data cannot be traced"
 
 
 def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, fixed_at: str, *, below: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
 from cases.case import Net, case, ids, labels, param, wave
 
@@ -166,3 +166,44 @@ def low_rank_weight_cut_off_in_part(b):
 def low_rank_weight_with_more_positions_than_it_pays(b):
     net = Net(lambda s, x: F.linear(x, s.u @ s.v), u=param(3, 3), v=param(3, 3))
     return net, torch.randn(b, 40, 3), None, wave
+
+
+def normalised(outputs, inputs):
+    return parametrizations.weight_norm(nn.Linear(inputs, outputs))
+
+
+@case("tied")
+def normalised_weights_at_several_positions(b):
+    def forward(s, x):
+        h = torch.tanh(s.one(x))
+        for _ in range(2):
+            h = torch.tanh(s.again(h))
+        return s.last(h)
+
+    net = Net(forward, one=normalised(4, 3), again=normalised(4, 4), last=normalised(2, 4))
+    return net, torch.randn(b, 2, 3), None, wave
+
+
+@case()
+def normalised_weights_of_one_number_a_line(b):
+    """The length of each line is all that counts: what is left of its gradient is rounding."""
+    return nn.Sequential(normalised(4, 1), nn.Tanh(), normalised(1, 4)), torch.randn(b, 1), None, wave
+
+
+@case()
+def weights_by_their_spectral_norms(b):
+    net = nn.Sequential(*(parametrizations.spectral_norm(nn.Linear(4, 4)) for _ in range(2))).eval()
+    return net, torch.randn(b, 3, 4), None, wave
+
+
+@case("tied")
+def weights_scaled_by_what_they_are(b):
+    def forward(s, x):
+        w = s.w / torch.dot(s.p, s.w @ s.q)
+        return F.linear(x, w * s.alpha + s.column * s.w * s.w[0, 0], s.bias * s.w[:, 0] / s.column[:, 0])
+
+    net = Net(
+        forward, w=param(4, 4), p=param(4), q=param(4), column=param(4, 1), bias=param(4),
+        alpha=nn.Parameter(torch.randn(())),
+    )  # fmt: skip
+    return net, torch.randn(b, 2, 4), None, wave
