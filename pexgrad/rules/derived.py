@@ -66,7 +66,7 @@ def _summed_to(factor: Broadcast, shape: tuple[int, ...]) -> Broadcast:
 
     def along(v: Tensor) -> Tensor:  # they are positions, which add up
         v = v.unflatten(2, factor.shape).permute(0, 1, *repeated, *kept)
-        return v.flatten(1, 1 + len(repeated)).reshape(len(v), -1, math.prod(shape))
+        return v.flatten(1, 1 + len(repeated)).reshape(v.shape[0], -1, math.prod(shape))
 
     return replace(factor.mapped(along), shape=shape)
 
@@ -167,11 +167,14 @@ def _transposed(factor: Factor, *, dim0: int, dim1: int, shape: torch.Size) -> F
     return _permuted(factor, dims=dims, shape=shape)
 
 
-@register_pullback(aten.t.default, aten.numpy_T.default, aten.mT.default)
+@register_pullback(aten.t.default, aten.numpy_T.default)
 def _turned(factor: Factor, *, shape: torch.Size) -> Factor | None:
-    return (
-        _transposed(factor, dim0=-1, dim1=-2, shape=shape) if len(shape) > 1 else _same(factor, shape=shape)
-    )
+    return _permuted(factor, dims=[*range(len(shape))][::-1], shape=shape)
+
+
+@register_pullback(aten.mT.default)
+def _turned_matrices(factor: Factor, *, shape: torch.Size) -> Factor | None:
+    return _transposed(factor, dim0=-1, dim1=-2, shape=shape)
 
 
 # --- products ---------------------------------------------------------------------------------------
@@ -185,17 +188,17 @@ def _is_of_matrices(factor: Factor) -> TypeGuard[Outer]:
     return tuple(factor.shape) == own or (own[0] == 1 and tuple(factor.shape) == own[1:])
 
 
-def _takes(factor: Factor, other: Tensor, inner: int) -> TypeGuard[Outer]:
+def _takes(factor: Factor, shape: torch.Size, other: Tensor, inner: int) -> TypeGuard[Outer]:
     """Whether it goes through a product with `other`, over `inner` numbers, for less than its rows and their product cost."""
-    if not _is_of_matrices(factor) or other.dim() != len(factor.shape):
-        return False
+    if not _is_of_matrices(factor) or not shape[:-2] == other.shape[:-2] == tuple(factor.shape[:-2]):
+        return False  # or one is repeated for each head
     t, o, i = factor.g.shape[1], factor.g.shape[3], factor.x.shape[3]
     return t * inner * (o + i) <= o * i * (t / 2 + inner)
 
 
 def _first(factor: Factor, second: Tensor, shape: torch.Size) -> Factor | None:
     """To u (..., o, r) in u v."""
-    if not _takes(factor, second, second.shape[-2]):
+    if not _takes(factor, shape, second, second.shape[-2]):
         return None
     wide = factor.mapped(accumulable)
     v = second.to(wide.x.dtype).conj().reshape(-1, *second.shape[-2:])
@@ -204,7 +207,7 @@ def _first(factor: Factor, second: Tensor, shape: torch.Size) -> Factor | None:
 
 def _second(factor: Factor, first: Tensor, shape: torch.Size) -> Factor | None:
     """To v (..., r, i) in u v."""
-    if not _takes(factor, first, first.shape[-1]):
+    if not _takes(factor, shape, first, first.shape[-1]):
         return None
     wide = factor.mapped(accumulable)
     u = first.to(wide.g.dtype).conj().reshape(-1, *first.shape[-2:])
@@ -253,7 +256,7 @@ def _mapped(factor: Factor, vec: Tensor, shape: torch.Size) -> Factor | None:
     if not isinstance(factor, Broadcast) or len(shape) != 2 or vec.is_complex():
         return None
     g = factor.summed().to(vec.dtype)[:, None, None]  # (b, 1, 1, o)
-    return Outer(g, vec.expand(len(g), 1, 1, -1), tuple(shape), factor.dtype)
+    return Outer(g, vec.expand(g.shape[0], 1, 1, -1), tuple(shape), factor.dtype)
 
 
 @register_pullback(aten.dot.default, aten.vdot.default, operand="other")
@@ -273,14 +276,16 @@ def _dotted_with(factor: Factor, other: Tensor, *, shape: torch.Size) -> Factor 
 
 def _looked_up(factor: Factor, ids: Tensor, shape: torch.Size) -> Factor | None:
     """To a table (v, *rest) whose rows `ids` are taken, the same for every example."""
-    if not isinstance(factor, Broadcast):
+    if not isinstance(factor, Broadcast) or not ids.numel():
         return None
-    table, ids = int(shape[0]), ids.flatten() % max(1, int(shape[0]))  # negative ids count from the end
-    g = factor.summed().unflatten(1, (len(ids), -1))  # (b, t, f)
-    if len(ids) < table:
-        return Scatter(g, ids.expand(len(g), -1), tuple(shape), factor.dtype)
-    rows = g.new_zeros(len(g), table, g.shape[2]).index_add(1, ids, g)  # no larger than what they are made of
-    return Rows(rows.reshape(len(g), *shape).to(factor.dtype))
+    table, ids = int(shape[0]), ids.flatten() % int(shape[0])  # negative ids count from the end
+    g = factor.summed().unflatten(1, (ids.shape[0], -1))  # (b, t, f)
+    if ids.shape[0] < table:
+        return Scatter(g, ids.expand(g.shape[0], -1), tuple(shape), factor.dtype)
+    rows = g.new_zeros(g.shape[0], table, g.shape[2]).index_add(
+        1, ids, g
+    )  # no larger than what they are made of
+    return Rows(rows.reshape(g.shape[0], *shape).to(factor.dtype))
 
 
 @register_pullback(aten.embedding.default, operand="weight")

@@ -74,6 +74,18 @@ def low_rank_weights_of_heads_turned(b):
     return Net(forward, u=param(2, 5, 3), v=param(2, 3, 4)), torch.randn(b, 2, 3, 4), None, wave
 
 
+@case()
+def matrices_that_heads_share(b):
+    def forward(s, x):
+        first, second = s.u @ s.shared, s.one @ s.v  # (h, i, r) by (r, o), and (1, i, r) by (h, r, o)
+        return (torch.matmul(x, first) + torch.matmul(x, second)).flatten(1) + (s.v.permute(2, 1, 0) * 2).sum(
+            0
+        )[:1, 0]
+
+    net = Net(forward, u=param(2, 4, 3), shared=param(3, 5), one=param(1, 4, 3), v=param(2, 3, 5))
+    return net, torch.randn(b, 2, 3, 4), None, wave
+
+
 @case("recurrent")
 def recurrence_with_a_low_rank_weight(b):
     def forward(s, x):
