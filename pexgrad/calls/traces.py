@@ -33,6 +33,7 @@ from ..inputs.reads import forget_names
 from ..inputs.rebind import Bound, refuse_backward_hooks
 from ..pipeline import Pipeline, build
 from ..stages.few_examples import REPEATED, draw
+from ..stages.layout import UntoldError
 from .signature import identified, signature
 
 _OF_A_KIND = 8  # from which on they are worth a warning
@@ -72,9 +73,8 @@ class Traces:
         key = signature(call)
         with TRACING:
             known = self._known.setdefault(key, [])
-            for pipeline in known:
-                if pipeline.serves(call):
-                    self._verify_again(pipeline, call, known)
+            for pipeline in [*known]:
+                if pipeline.serves(call) and self._is_right_again(pipeline, call, known):
                     return pipeline
             refuse_backward_hooks(self._model.model)
             self._warn_of_changes(key)
@@ -109,23 +109,26 @@ class Traces:
         with uncompiled(), unvalidated(), preserved(self._loss.loss):
             yield
 
-    def _verify_again(self, pipeline: Pipeline, call: Call, known: list[Pipeline]) -> None:
-        """Verify a trace by this call too while there are parameters of which no call has told anything.
+    def _is_right_again(self, pipeline: Pipeline, call: Call, known: list[Pipeline]) -> bool:
+        """Whether a trace serves this call by what its verification says, while there are parameters of which none has told.
 
         So a first batch that weighs nothing, or that no unit answers to, does not let a wrong trace pass.
         """
         untold = self._untold.get(pipeline)
         if untold is None or not call.batch or not untold.is_due():
-            return
+            return True
         few = draw(pipeline.trace.serves, call, REPEATED)
         try:
             with self._checking():
                 untold.names &= verify(pipeline, self._model, self._loss, call, few)
-        except PexgradError:
+        except PexgradError as e:
             known.remove(pipeline)
+            if isinstance(e, UntoldError):  # this call can tell
+                return False
             raise
         if not untold.names:
             del self._untold[pipeline]
+        return True
 
     def _warn_of_changes(self, key: Any) -> None:
         """Warn where the same inputs have been traced again and again, for something else that has changed."""
