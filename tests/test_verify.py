@@ -197,3 +197,18 @@ def test_a_trace_that_is_right_is_told_of_and_kept(monkeypatch):
     for _ in range(70):
         fn(params, *like_any)
     assert len(asked) == 1 + 16 + 2
+
+
+def test_a_later_batch_at_which_the_model_fails_elsewhere(monkeypatch):
+    """Parameters a little different from the given ones may be out of the model's domain."""
+    model = Odd(torch.tanh)
+    fn = pexgrad.per_example_grad(model, weighted)
+    nothing, like_any = told_late("weights of zero")
+    params = dict(model.named_parameters())
+    fn(params, *nothing)
+
+    def out_of_domain(*arguments):
+        raise torch.linalg.LinAlgError("not positive definite")
+
+    monkeypatch.setattr(traces, "verify", out_of_domain)
+    assert all(r.isfinite().all() for r in fn(params, *like_any).values())
