@@ -167,3 +167,17 @@ def test_norms_where_a_gradient_is_along_its_line():
         rows["parametrizations.weight.original1"].flatten(1).norm(dim=1),
     )
     assert (got - want).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("steps", [3, 2000])
+def test_code_of_any_length(steps):
+    def model(p, x):
+        w = p["w"]
+        for _ in range(steps):
+            w = w + 1
+        return F.linear(x, w)
+
+    params, x, y = {"w": torch.randn(3, 4)}, torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    J = pexgrad.per_example_jacobian(model)(params, x, y)
+    assert all(t.window is not None for t in J.terms) == (steps == 3)
+    assert_rows_equal(J.rows(), pexgrad.per_example_grad(model, strategy="naive")(params, x, y), tol=1e-4)

@@ -24,6 +24,7 @@ from .pullback import Window, find_window
 
 # to one value: code that uses parameters again and again has more than would be followed
 MOST = 16
+LONGEST = 100  # operations on one path
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +73,10 @@ class Paths:
 
     def to(self, operand: fx.Node) -> tuple[Path, ...]:
         """All from a parameter-only value; none at all where a factor would not stay one along each."""
-        return tuple(self._search(operand) or ())
+        return tuple(self._search(operand, LONGEST) or ())
 
-    def _search(self, node: fx.Node) -> list[Path] | None:
-        if self._writes.ever(node):
+    def _search(self, node: fx.Node, left: int) -> list[Path] | None:
+        if not left or self._writes.ever(node):
             return None
         params = tuple(sorted(self._flow.states[node].params))
         window = find_window(self._trace, Operand("", node, params), self._params)
@@ -88,7 +89,7 @@ class Paths:
         for n, state in self._flow.operands[node].items():
             if not state.params or is_model_of(n, node):
                 continue
-            steps, further = self._steps(node, n, arguments), self._search(n)
+            steps, further = self._steps(node, n, arguments), self._search(n, left - 1)
             if not steps or further is None or len(found) + len(steps) * len(further) > MOST:
                 return None
             found += [replace(path, steps=(step, *path.steps)) for step in steps for path in further]
