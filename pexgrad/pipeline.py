@@ -130,10 +130,11 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
         else call.module.places([*traced.constants(), *traced.asked])
     )
     copied = rewrite(traced, call)
-    sites = find_sites(traced, trainable)
+    flow = analyse(traced, trainable)
+    sites = find_sites(traced, flow)
     uses = [plan_site(s, traced.batch) for s in sites]
     windows = {o.node: find_window(traced, o, call.params) for s in sites for o in s.operands}
-    search = Paths(traced, analyse(traced, trainable), call.params)
+    search = Paths(traced, flow, call.params)
     paths = {n: () if window else search.to(n) for n, window in windows.items()}
     taken = dict.fromkeys(
         n for own in paths.values() for path in own for step in path.steps for n in step.nodes

@@ -11,7 +11,6 @@ from ..base.nodes import operation
 from ..inputs.call import Call
 from ..operator.component import Term, components
 from ..pipeline import Pipeline
-from ..rules.registry import Rule
 from ..stages.evaluate import BoundSite
 from ..stages.sites import Operand
 
@@ -59,7 +58,14 @@ def explain(pipeline: Pipeline | None, uses: Uses, strategy: str, call: Call) ->
         by_rows = _by_rows(params, [term for _, _, term in uses])
         lines = [
             _line(
-                site, operand, term, k, size[k], _flags(pipeline, uses, site, operand, term, k), k in by_rows
+                site,
+                operand,
+                term,
+                k,
+                size[k],
+                k in by_rows,
+                derived=pipeline.windows[operand.node] is None,
+                tied=_tied(uses, k),
             )
             for site, operand, term in uses
             for k in term.params
@@ -73,21 +79,9 @@ def explain(pipeline: Pipeline | None, uses: Uses, strategy: str, call: Call) ->
     return Explanation(tuple(sorted(lines, key=lambda line: order[line.parameter])))
 
 
-def _flags(
-    pipeline: Pipeline, uses: Uses, bound: BoundSite, operand: Operand, term: Term, parameter: str
-) -> str:
-    derived = pipeline.windows[operand.node] is None
-    flags = {
-        "fallback": _rule(bound, operand) is None,
-        "derived": derived,
-        "view": not derived and term.window is not None and not term.window.whole,
-        "tied": len({id(o) for _, o, _ in uses if parameter in o.params}) > 1,
-    }
-    return " ".join(k for k, on in flags.items() if on)
-
-
-def _rule(bound: BoundSite, operand: Operand) -> Rule | None:
-    return next(use.rule for use in bound.uses if use.operand is operand)
+def _tied(uses: Uses, parameter: str) -> bool:
+    # one use may come to a parameter on several paths
+    return len({id(operand) for _, operand, _ in uses if parameter in operand.params}) > 1
 
 
 def _by_rows(params: dict[str, Tensor], terms: list[Term]) -> set[str]:
@@ -96,9 +90,24 @@ def _by_rows(params: dict[str, Tensor], terms: list[Term]) -> set[str]:
 
 
 def _line(
-    bound: BoundSite, operand: Operand, term: Term, parameter: str, size: int, flags: str, by_rows: bool
+    bound: BoundSite,
+    operand: Operand,
+    term: Term,
+    parameter: str,
+    size: int,
+    by_rows: bool,
+    *,
+    derived: bool,
+    tied: bool,
 ) -> Line:
-    node, rule = bound.site.node, _rule(bound, operand)
+    node = bound.site.node
+    rule = next(use.rule for use in bound.uses if use.operand is operand)
+    flags = {
+        "fallback": rule is None,
+        "derived": derived,
+        "view": not derived and term.window is not None and not term.window.whole,
+        "tied": tied,
+    }
     return Line(
         parameter=parameter,
         operation=f"{operation(node)}.{operand.name}",
@@ -107,7 +116,7 @@ def _line(
         rows=term.factor.algorithm(),
         norms="rows in pieces" if by_rows else term.factor.norm_algorithm(),
         bytes=size,
-        flags=flags,
+        flags=" ".join(k for k, on in flags.items() if on),
         source=str(node.meta.get("source", "")),
     )
 

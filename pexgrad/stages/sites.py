@@ -13,7 +13,7 @@ from ..base.nodes import by_name, is_differentiable, value, where
 from ..errors import ANY_MODEL, MixedExamplesError, TraceError
 from ..tracing.opaque import HOOKED
 from ..tracing.trace import Trace
-from .flow import Flow, analyse
+from .flow import Flow
 from .rewrite import parameter_operands
 
 aten = torch.ops.aten
@@ -43,9 +43,8 @@ class Site:
         return self.node.target is aten.expand.default
 
 
-def find_sites(trace: Trace, trainable: set[str]) -> list[Site]:
+def find_sites(trace: Trace, flow: Flow) -> list[Site]:
     """The sites of a rewritten trace, in the order in which they run."""
-    flow = analyse(trace, trainable)
     sites = []
     for node in trace.graph.nodes:
         _refuse_inexact(node, flow)
