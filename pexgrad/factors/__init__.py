@@ -4,6 +4,7 @@ from ._base import BLOCK_BYTES as BLOCK_BYTES
 from ._base import PIECE_BYTES as PIECE_BYTES
 from ._base import Factor as Factor
 from .broadcast import Broadcast as Broadcast
+from .broadcast import repeats_as_positions as repeats_as_positions
 from .conv import Conv as Conv
 from .convolving import Geometry as Geometry
 from .dense import Replay as Replay

@@ -5,7 +5,9 @@ G[b, f] = sum_t g[b, t, f] r[b, t, f]        r = 1 where it is None
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -46,3 +48,11 @@ class Broadcast(Factor):
 
     def keeps_rows(self) -> bool:
         return True  # they are no larger than what they are summed from
+
+
+def repeats_as_positions(v: Tensor, own: Sequence[int]) -> Tensor:
+    """(b, t, f) from (b, t, *rest), where an operand (*own) is repeated along the dimensions of `rest` in which they differ."""
+    repeated = [2 + i for i, (n, m) in enumerate(zip(own, v.shape[2:], strict=True)) if n != m]
+    kept = [2 + i for i in range(len(own)) if 2 + i not in repeated]
+    v = v.permute(0, 1, *repeated, *kept).flatten(1, 1 + len(repeated))
+    return v.reshape(*v.shape[:2], prod(own))

@@ -8,7 +8,6 @@ A low-rank update that is merged into its weight, w + u v, has no row of w's siz
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base.numerics import accumulable
-from ..factors import Broadcast, Factor, Lines, Outer, Rows, Scatter, along_lines
+from ..factors import Broadcast, Factor, Lines, Outer, Rows, Scatter, along_lines, repeats_as_positions
 from .registry import register_pullback
 
 aten = torch.ops.aten
@@ -60,15 +59,10 @@ def _summed_to(factor: Broadcast, shape: tuple[int, ...]) -> Broadcast:
     """To an operand that is repeated along some dimensions of the result."""
     if tuple(factor.shape) == shape:
         return factor
-    full = (1,) * (len(factor.shape) - len(shape)) + shape
-    repeated = [2 + i for i, (n, m) in enumerate(zip(full, factor.shape, strict=True)) if n != m]
-    kept = [2 + i for i in range(len(full)) if 2 + i not in repeated]
-
-    def along(v: Tensor) -> Tensor:  # they are positions, which add up
-        v = v.unflatten(2, factor.shape).permute(0, 1, *repeated, *kept)
-        return v.flatten(1, 1 + len(repeated)).reshape(v.shape[0], -1, math.prod(shape))
-
-    return replace(factor.mapped(along), shape=shape)
+    own = (1,) * (len(factor.shape) - len(shape)) + shape
+    return replace(
+        factor.mapped(lambda v: repeats_as_positions(v.unflatten(2, factor.shape), own)), shape=shape
+    )
 
 
 @register_pullback(
@@ -83,13 +77,9 @@ def _added(factor: Factor, *, alpha: Any, shape: torch.Size) -> Factor | None:
     return _times(factor, alpha, shape)
 
 
+@register_pullback(aten.rsub.Scalar)
 @register_pullback(aten.sub.Tensor, operand="other")
 def _subtracted(factor: Factor, *, alpha: Any, shape: torch.Size) -> Factor | None:
-    return _times(factor, -alpha, shape)
-
-
-@register_pullback(aten.rsub.Scalar)
-def _subtracted_from(factor: Factor, *, alpha: Any, shape: torch.Size) -> Factor | None:
     return _times(factor, -alpha, shape)
 
 
@@ -201,8 +191,7 @@ def _first(factor: Factor, second: Tensor, shape: torch.Size) -> Factor | None:
     if not _takes(factor, shape, second, second.shape[-2]):
         return None
     wide = factor.mapped(accumulable)
-    v = second.to(wide.x.dtype).conj().reshape(-1, *second.shape[-2:])
-    return replace(wide, x=torch.einsum("bthi,hri->bthr", wide.x, v), shape=tuple(shape))
+    return replace(wide, x=_times_matrix(wide.x, second.mT), shape=tuple(shape))
 
 
 def _second(factor: Factor, first: Tensor, shape: torch.Size) -> Factor | None:
@@ -210,8 +199,12 @@ def _second(factor: Factor, first: Tensor, shape: torch.Size) -> Factor | None:
     if not _takes(factor, shape, first, first.shape[-1]):
         return None
     wide = factor.mapped(accumulable)
-    u = first.to(wide.g.dtype).conj().reshape(-1, *first.shape[-2:])
-    return replace(wide, g=torch.einsum("btho,hor->bthr", wide.g, u), shape=tuple(shape))
+    return replace(wide, g=_times_matrix(wide.g, first), shape=tuple(shape))
+
+
+def _times_matrix(v: Tensor, m: Tensor) -> Tensor:
+    """(b, t, h, r) from v (b, t, h, f) and a matrix (f, r), or one (h, f, r) for each head, conjugated."""
+    return torch.einsum("bthf,hfr->bthr", v, m.to(v.dtype).conj().reshape(-1, *m.shape[-2:]))
 
 
 @register_pullback(aten.mm.default, aten.bmm.default)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..base.numerics import channels_last
-from ..factors import Broadcast
+from ..factors import Broadcast, repeats_as_positions
 from .linear import together
 from .registry import register_rule
 
@@ -19,13 +19,9 @@ aten = torch.ops.aten
 @register_rule(aten.expand.default, "self")
 def expand_self(g: Tensor, *, batch_dim: int, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
     """g (b, t, *rest), where rest is the expanded shape without its batch dimension."""
-    rest = g.shape[2:]
-    full = [1] * (len(rest) + 1 - len(shape)) + list(shape)
+    full = [1] * (g.dim() - 1 - len(shape)) + list(shape)
     own = full[:batch_dim] + full[batch_dim + 1 :]
-    repeated = [2 + i for i, (n, m) in enumerate(zip(own, rest, strict=True)) if n != m]
-    kept = [2 + i for i in range(len(rest)) if 2 + i not in repeated]
-    g = g.permute(0, 1, *repeated, *kept).flatten(1, 1 + len(repeated))  # (b, t, *kept)
-    return Broadcast(g.reshape(*g.shape[:2], shape.numel()), None, shape, dtype)
+    return Broadcast(repeats_as_positions(g, own), None, shape, dtype)
 
 
 @register_rule(aten.prelu.default, "weight", batch_dim=0)
