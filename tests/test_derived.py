@@ -16,6 +16,9 @@ THROUGH = """
     recurrence_with_a_low_rank_weight scales_that_are_stored_as_what_they_differ_from_one
     relative_positions_by_an_embedding low_rank_weight_cut_off_in_part normalised_weights_at_several_positions
     normalised_weights_of_one_number_a_line weights_by_their_spectral_norms
+    pruned_layers pruned_convolutions pruned_layers_at_several_positions weights_cut_to_triangles_and_chosen
+    square_roots_behind_a_mask directions_of_classes directions_at_several_positions directions_of_words
+    weights_by_functions_of_parameters weights_by_their_sizes normalised_convolutions_of_few_positions
 """
 
 
@@ -71,6 +74,55 @@ def test_no_row_of_the_size_of_the_weight():
         assert seen.largest < 128 * 64 * 64  # bytes, of the four times as many that the rows of w have
 
 
+class Masked(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(size, size))
+        self.register_buffer("mask", (torch.rand(size, size) > 0.5).float())
+
+    def forward(self, x):
+        return F.linear(x, self.w * self.mask)
+
+
+class Directions(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(size, size))
+
+    def forward(self, x):
+        return F.linear(F.normalize(x), F.normalize(self.w))
+
+
+@pytest.mark.parametrize("make", [Masked, Directions])
+def test_norms_and_clipped_sums_without_rows(make):
+    model, x, y = make(64), torch.randn(128, 64), torch.randint(64, (128,))
+    params = named(model)
+    for fn in (pexgrad.per_example_grad_norm(model), pexgrad.clipped_grad(model, max_norm=1.0)):
+        fn(params, x, y)
+        with Allocations() as seen:
+            fn(params, x, y)
+        assert seen.largest < 128 * 64 * 64  # bytes, of the four times as many that the rows have
+
+
+def test_a_jacobian_knows_what_mask_it_reads():
+    model, x, y = Masked(4), torch.randn(3, 4), torch.tensor([0, 1, 2])
+    J = pexgrad.per_example_jacobian(model)(named(model), x, y)
+    model.mask.zero_()
+    with pytest.raises(pexgrad.InputError, match="changed in place"):
+        J.norms()
+
+
+@pytest.mark.parametrize(("size", "weight"), [(1e-25, 1e20), (1e15, 3.0)])
+def test_norms_under_a_mask_of_any_size(size, weight):
+    torch.manual_seed(0)
+    model, x = Masked(6), torch.randn(3, 6)
+    loss = lambda out, y: out.sum(1) * weight  # noqa: E731
+    model.mask.mul_(size)
+    norms = pexgrad.per_example_grad_norm(model, loss)(named(model), x)
+    want = rows_of(model.double(), loss, x.double(), None)["w"].flatten(1).norm(dim=1)
+    torch.testing.assert_close(norms.double(), want, rtol=1e-5, atol=0)
+
+
 def test_the_table_says_so():
     model = Merged(64, 2)
     table = pexgrad.per_example_grad(model).explain(named(model), torch.randn(3, 64), torch.randint(64, (3,)))
@@ -105,11 +157,12 @@ def test_complex_parameters(create_graph):
         assert_rows_equal(dict(zip(params, second, strict=True)), dict(zip(params, wanted, strict=True)))
 
 
+@pytest.mark.parametrize("make", [lambda n: Merged(n, 3), Masked, Directions])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_precision(dtype):
+def test_precision(dtype, make):
     """Half precision keeps what is between the factors in float32, as torch's own products do inside."""
     torch.manual_seed(0)
-    model = Merged(16, 3)
+    model = make(16)
     x, y = torch.randn(4, 5, 16), torch.randn(4, 5, 16)
     want = rows_of(model.double(), F.mse_loss, x.double(), y.double())
     model.to(dtype)

@@ -58,6 +58,11 @@ def product(x: Tensor, weights: Tensor) -> Tensor:
     return (wide * weights.to(wide.dtype)).to(x.dtype)
 
 
+def multiple(x: Tensor, m: Tensor) -> Tensor:
+    """`x` times `m`; where that is a mask, zero outside of it, also where x is no number there."""
+    return torch.where(m, x, 0) if m.dtype == torch.bool else x * m
+
+
 def weighted_pair(g: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Both factors of a product, the smaller one weighted: the copy of a language model's logits is worth saving."""
     if prod(g.shape[1:]) <= prod(x.shape[1:]):

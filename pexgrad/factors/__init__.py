@@ -11,7 +11,9 @@ from .dense import Replay as Replay
 from .dense import Rows as Rows
 from .dense import WideRows as WideRows
 from .lines import Lines as Lines
-from .lines import along_lines as along_lines
+from .multiple import Multiple as Multiple
+from .multiple import scaled as scaled
 from .outer import Outer as Outer
 from .permuted import Permuted as Permuted
 from .scatter import Scatter as Scatter
+from .summed import summed_to as summed_to

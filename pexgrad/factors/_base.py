@@ -52,7 +52,16 @@ class Factor(ABC):
     @property
     def batch(self) -> int:
         """The number of examples."""
-        return getattr(self, self.tensors[0]).shape[0]
+        return self.numbers.shape[0]
+
+    @property
+    def numbers(self) -> Tensor:
+        """Its first tensor, which tells dtype and device of what is computed from it."""
+        return getattr(self, self.tensors[0])
+
+    def held(self) -> list[Tensor]:
+        """Every tensor that it reads."""
+        return [v for v in (getattr(self, name) for name in self.tensors) if v is not None]
 
     def mapped(self, f: Callable[[Tensor], Tensor]) -> Self:
         """The same with `f` of each of its tensors."""
@@ -67,6 +76,10 @@ class Factor(ABC):
     def take(self, s: slice) -> Self:
         """The same for the examples of a slice."""
         return self.mapped(lambda v: v[s])
+
+    def scaled(self, m: Tensor) -> Factor | None:
+        """The same with every row times `m`, which broadcasts to (*shape); None where it is then of another kind."""
+        return None
 
     @property
     def row_numel(self) -> int:
@@ -136,6 +149,13 @@ class Factor(ABC):
         """(b,): the inner product of each row with `v` (*shape)."""
         direction = v.unsqueeze(0)
         return gather([products(g, direction) for _, g in self.widened().pieces()]).squeeze(1)
+
+    def dots_along(self, m: Tensor, dim: int) -> Tensor | None:
+        """(b, n): the inner products of a row's slices along a dimension with those of `m` (*shape), real numbers.
+
+        None where this kind of factor knows no way without the rows.
+        """
+        return None
 
     def inner(self, other: Factor) -> Tensor:
         """(b,): the inner product of each row with the same example's row of `other`."""

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..base.numerics import accumulable, into
+from ..base.numerics import accumulable, into, multiple
 from ._base import Factor
 
 
@@ -37,6 +37,9 @@ class Broadcast(Factor):
         product = self.g if self.r is None else self.g * self.r
         summed = product[:, 0] if product.shape[1] == 1 else product.sum(1, dtype=dtype)
         return summed if dtype is None else summed.to(dtype)
+
+    def scaled(self, m: Tensor) -> Broadcast:
+        return replace(self, g=multiple(self.g, m.expand(self.shape).reshape(-1)))
 
     def settled(self) -> Broadcast:
         if self.g.shape[1] == 1:

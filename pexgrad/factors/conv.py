@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base.fakes import is_recorded
-from ..base.numerics import accumulable, channels_last, dots, gather, into, may_write, weighted_pair
+from ..base.numerics import accumulable, channels_last, dots, gather, into, may_write, multiple, weighted_pair
 from . import choice
 from ._base import BLOCK_BYTES, PIECE_BYTES, Factor
 from .balance import balance
@@ -71,6 +71,18 @@ class Conv(Factor):
 
     def _empty(self) -> Tensor:
         return self.g.new_empty(self.batch, *self.shape, dtype=self.dtype)
+
+    def scaled(self, m: Tensor) -> Conv | None:
+        if m.dim() != len(self.shape) or m.numel() != m.shape[0]:
+            return None
+        wide = self.mapped(accumulable)
+        return replace(wide, g=multiple(wide.g, m.reshape(-1, *[1] * (wide.g.dim() - 3))))
+
+    def dots_along(self, m: Tensor, dim: int) -> Tensor | None:
+        if dim != 0 or self.norm_cost().way != GRAM:  # from there on rows cost less
+            return None
+        y = convolve(self.x.flatten(0, 1), m.to(self.x.dtype), self.geometry)
+        return (accumulable(y.reshape(self.g.shape)) * accumulable(self.g)).flatten(3).sum((1, 3))
 
     def algorithm(self) -> str:
         return self._algorithm(into_memory=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..base.numerics import flat, into, is_half, squared_norms
+from ..base.numerics import flat, into, is_half, multiple, squared_norms
 from ._base import Factor
 
 
@@ -33,6 +33,9 @@ class Rows(Factor):
 
     def rows(self, out: Tensor | None = None) -> Tensor:
         return into(out, self.values)
+
+    def scaled(self, m: Tensor) -> Rows:
+        return replace(self, values=multiple(self.values, m).to(self.values.dtype))
 
     def sq_norms(self) -> Tensor:
         # all at once, where nothing has to be copied to another precision

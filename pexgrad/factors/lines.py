@@ -1,37 +1,47 @@
-"""The lines of one matrix, each times a number of the example's: G[b, o, i] = p[b, o] m[o, i].
+"""Fixed numbers, of which those at one place of a dimension are times a number of the example's: G[b, o, i] = p[b, o] m[o, i].
 
-What normalising a weight adds to its gradient: with that of the weight as it is used, an outer factor, it has inner products in
-closed form, <p[b, o] m[o], sum_t g[b, t, o] x[b, t]> = p[b, o] sum_t g[b, t, o] <m[o], x[b, t]>.
+What a norm, a mean or a variance of each line of a weight adds to its gradient. With that of the weight as it is used, an outer
+factor, it has inner products in closed form, <p[b, o] m[o], sum_t g[b, t, o] x[b, t]> = p[b, o] sum_t g[b, t, o] <m[o], x[b, t]>.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..base.numerics import accumulable, into, square
+from ..base.numerics import accumulable, into, multiple, square
 from ._base import Factor
-from .outer import Outer
 
 
 @dataclass(frozen=True, eq=False)
 class Lines(Factor):
     """Of real numbers."""
 
-    p: Tensor  # (b, o)
-    m: Tensor  # (o, i), of no example
+    p: Tensor  # (b, n)
+    m: Tensor  # (*shape), of no example
+    dim: int | None  # the dimension of p's n; None where p is one number for all of m
     dtype: torch.dtype
 
     tensors = ("p",)
+
+    def held(self) -> list[Tensor]:
+        return [self.p, self.m]
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return tuple(self.m.shape)
 
     def rows(self, out: Tensor | None = None) -> Tensor:
-        return into(out, (self.p.unsqueeze(2) * self.m).to(self.dtype))
+        return into(out, (self._placed(self.p) * self.m).to(self.dtype))
+
+    def _placed(self, p: Tensor) -> Tensor:
+        """(b, *shape), but for what is repeated, from p (b, n)."""
+        return p.reshape(-1, *(p.shape[1] if d == self.dim else 1 for d in range(self.m.dim())))
+
+    def scaled(self, m: Tensor) -> Lines:
+        return replace(self, m=multiple(accumulable(self.m), m))
 
     def algorithm(self) -> str:
         return "multiples of lines"
@@ -40,40 +50,39 @@ class Lines(Factor):
         return "products of norms"
 
     def sq_norms(self) -> Tensor:
-        return square(accumulable(self.p)) @ self._squares().to(accumulable(self.p[:0]).dtype)
+        return square(self._wide) @ self._sums(square(accumulable(self.m)))
 
-    def _squares(self) -> Tensor:
-        return square(accumulable(self.m)).sum(1)
+    @property
+    def _wide(self) -> Tensor:
+        return accumulable(self.p)
+
+    def _sums(self, v: Tensor) -> Tensor:
+        """(n,): the sums of v (*shape) at each place of the dimension."""
+        v = v.reshape(1, -1) if self.dim is None else v.movedim(self.dim, 0).flatten(1)
+        return v.sum(1).to(self._wide.dtype)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        p = accumulable(self.p)
-        return ((weights.to(p.dtype) @ p).unsqueeze(1) * self.m).to(self.dtype)
+        p = (weights.to(self._wide.dtype) @ self._wide).unsqueeze(0)
+        return (self._placed(p)[0] * self.m).to(self.dtype)
 
     def dot(self, v: Tensor) -> Tensor:
-        along = (accumulable(self.m) * accumulable(v)).sum(1)
-        return accumulable(self.p) @ along.to(accumulable(self.p[:0]).dtype)
+        return self._wide @ self._sums(accumulable(self.m) * accumulable(v))
+
+    def dots_along(self, m: Tensor, dim: int) -> Tensor | None:
+        return self._wide * self._sums(accumulable(self.m) * accumulable(m)) if self.dim == dim else None
 
     def _inner(self, other: Factor) -> Tensor | None:
         along = self._along(other)
-        return None if along is None else (accumulable(self.p) * along).sum(1)
+        return None if along is None else (self._wide * along).sum(1)
 
     def _gram(self, other: Factor) -> Tensor | None:
         along = self._along(other)
-        return None if along is None else accumulable(self.p) @ along.mT
+        return None if along is None else self._wide @ along.mT
 
     def _along(self, other: Factor) -> Tensor | None:
-        """(c, o): the inner products of the lines with those of the other's rows; None where that takes rows."""
-        dtype = accumulable(self.p[:0]).dtype
-        if isinstance(other, Lines):
-            return accumulable(other.p).to(dtype) * (accumulable(self.m) * accumulable(other.m)).sum(1).to(
-                dtype
-            )
-        if isinstance(other, Outer) and other.g.shape[2] == 1 and tuple(other.shape) == self.shape:
-            return along_lines(other, self.m).to(dtype)
-        return None
-
-
-def along_lines(factor: Outer, m: Tensor) -> Tensor:
-    """(b, o): the inner products of the lines of an outer factor's rows (o, i) with those of a matrix."""
-    g, x = accumulable(factor.g[:, :, 0]), accumulable(factor.x[:, :, 0])
-    return (g * (x @ m.to(x.dtype).mT)).sum(1)
+        """(c, n): the inner products of the slices of the other's rows with those of m; None where that takes rows."""
+        if tuple(other.shape) != self.shape:
+            return None
+        m = accumulable(self.m)
+        along = other.dot(m).unsqueeze(1) if self.dim is None else other.dots_along(m, self.dim)
+        return None if along is None else along.to(self._wide.dtype)

@@ -11,7 +11,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from ..base.numerics import accumulable, gather, into, real, square, weighted_pair
+from ..base.numerics import accumulable, gather, into, multiple, real, square, weighted_pair
 from ._base import BLOCK_BYTES, Factor
 from .balance import balance
 from .norm_cost import PRODUCT, ROWS, NormCost, of_outer
@@ -38,6 +38,30 @@ class Outer(Factor):
             return into(out, multiply(g, x).reshape(b, *self.shape).to(self.dtype))
         multiply(g, x, out=out.view(b * h, o, x.shape[-1]))
         return out
+
+    @property
+    def is_of_matrices(self) -> bool:
+        """Whether rows are (o, i), or (h, o, i) for the heads."""
+        own = (*self.g.shape[2:], self.x.shape[3])
+        return tuple(self.shape) == own or (own[0] == 1 and tuple(self.shape) == own[1:])
+
+    def scaled(self, m: Tensor) -> Outer | None:
+        m = m[(None,) * (len(self.shape) - m.dim())]
+        if not self.is_of_matrices or 1 not in m.shape[-2:]:
+            return None
+        wide = self.mapped(accumulable)
+        if m.shape[-1] == 1:
+            return replace(wide, g=multiple(wide.g, m.squeeze(-1)))
+        return replace(wide, x=multiple(wide.x, m.squeeze(-2)))
+
+    def dots_along(self, m: Tensor, dim: int) -> Tensor | None:
+        if not self.is_of_matrices or len(self.shape) != 2:
+            return None
+        along, across = (
+            accumulable(v[:, :, 0]) for v in ((self.g, self.x) if dim == 0 else (self.x, self.g))
+        )
+        m = m.to(along.dtype)
+        return (along * (across @ (m.mT if dim == 0 else m))).sum(1)
 
     def algorithm(self) -> str:
         return "outer product" if self.g.shape[1] == 1 else "batched matrix product"

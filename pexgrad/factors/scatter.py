@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base.fakes import is_recorded
-from ..base.numerics import accumulable, gather, into, may_write, real, square, weighted
+from ..base.numerics import accumulable, gather, into, may_write, multiple, real, square, weighted
 from ._base import Factor
 from .outer import Outer
 
@@ -53,6 +53,19 @@ class Scatter(Factor):
         """(b t): row id[b, t] of example b, in a table of the rows of all examples."""
         first = torch.arange(self.batch, device=self.ids.device)[:, None] * self.shape[0]
         return (first + self.ids).flatten()
+
+    def scaled(self, m: Tensor) -> Scatter:
+        return replace(self, g=multiple(accumulable(self.g), self._looked_up(m)))
+
+    def dots_along(self, m: Tensor, dim: int) -> Tensor | None:
+        if dim != 0:
+            return None
+        dots = (accumulable(self.g) * self._looked_up(m)).sum(2)
+        return dots.new_zeros(self.batch, self.shape[0]).scatter_add(1, self.ids, dots)
+
+    def _looked_up(self, m: Tensor) -> Tensor:
+        """(b, t, f): the rows of m, which broadcasts to (*shape), that the ids name."""
+        return m.expand(self.shape).flatten(1)[self.ids]
 
     def algorithm(self) -> str:
         return "scatter-add"

@@ -162,8 +162,7 @@ class Jacobian:
         return {storage_of(t) for t in self._held()} - {None}
 
     def _held(self) -> list[Tensor]:
-        held = [getattr(t.factor, name) for t in self.terms for name in t.factor.tensors]
-        return [t for t in held if t is not None]
+        return [v for t in self.terms for v in t.factor.held()]
 
     def norms(self, per_param: bool = False) -> Tensor | dict[str, Tensor]:
         """(B,): |J[b]| over all parameters together; with `per_param`, name -> (B,). Half precision gives float32."""

@@ -219,3 +219,129 @@ def weights_scaled_by_what_they_are(b):
         alpha=nn.Parameter(torch.randn(())),
     )  # fmt: skip
     return net, torch.randn(b, 2, 4), None, wave
+
+
+class Pruned(nn.Module):
+    """A weight under a mask, as torch.nn.utils.prune has it."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.register_buffer("mask", (torch.rand_like(weight) > 0.5).to(weight.dtype))
+
+    def forward(self, w):
+        return w * self.mask
+
+
+def pruned(layer):
+    parametrize.register_parametrization(layer, "weight", Pruned(layer.weight))
+    return layer
+
+
+@case()
+def pruned_layers(b):
+    net = nn.Sequential(pruned(nn.Linear(4, 6)), nn.Tanh(), pruned(nn.Linear(6, 5)))
+    return net, torch.randn(b, 4), None, wave
+
+
+@case("conv")
+def pruned_convolutions(b):
+    net = nn.Sequential(pruned(nn.Conv2d(3, 4, 3)), nn.Tanh(), pruned(nn.Conv2d(4, 4, 2, groups=2)))
+    return net, torch.randn(b, 3, 6, 6), None, wave
+
+
+@case()
+def pruned_layers_at_several_positions(b):
+    net = nn.Sequential(pruned(nn.Linear(4, 6)), nn.Tanh(), pruned(nn.Linear(6, 5)))
+    return net, torch.randn(b, 3, 4), None, wave
+
+
+@case()
+def weights_cut_to_triangles_and_chosen(b):
+    def forward(s, x):
+        w = torch.where(s.mask, s.u, 2 * s.v)
+        x = torch.tanh(x @ s.u.tril() + F.linear(x, w.masked_fill(s.mask[0], 0.5).T))
+        return F.linear(x, s.v.triu(1) + torch.where(s.mask[:, :1], s.column, 0))
+
+    net = Net(forward, u=param(4, 4), v=param(4, 4), column=param(4, 1))
+    net.register_buffer("mask", torch.rand(4, 4) > 0.5)
+    return net, torch.randn(b, 4), None, wave
+
+
+@case()
+def square_roots_behind_a_mask(b):
+    """Where their derivatives are infinite, no gradient goes on."""
+
+    def forward(s, x):
+        return F.linear(x, s.w.masked_fill(s.mask, 0).abs().sqrt())
+
+    net = Net(forward, w=param(3, 4))
+    net.register_buffer("mask", torch.eye(3, 4).bool())
+    return net, torch.randn(b, 4), None, wave
+
+
+@case()
+def directions_of_classes(b):
+    def forward(s, x):
+        return (
+            F.linear(F.normalize(torch.tanh(x @ F.normalize(s.body, dim=0)), dim=-1), F.normalize(s.head))
+            * s.scale.exp()
+        )
+
+    net = Net(forward, body=param(4, 5), head=param(6, 5), scale=nn.Parameter(torch.ones(())))
+    return net, torch.randn(b, 4), labels(b, 6), F.cross_entropy
+
+
+@case()
+def directions_at_several_positions(b):
+    def forward(s, x):
+        return (x @ F.normalize(s.body, dim=0)).tanh() @ F.normalize(s.head, eps=1e-3).T
+
+    return Net(forward, body=param(4, 5), head=param(6, 5)), torch.randn(b, 3, 4), None, wave
+
+
+@case("embedding")
+def directions_of_words(b):
+    net = Net(lambda s, i: F.embedding(i, F.normalize(s.table)) @ F.normalize(s.table).T, table=param(7, 4))
+    return net, ids(b, 3, 7), None, wave
+
+
+@case()
+def weights_by_functions_of_parameters(b):
+    def forward(s, x):
+        x = torch.tanh(F.linear(x, F.softplus(s.u, beta=2, threshold=1), s.bias.tanh()))
+        x = torch.tanh(F.linear(x, s.v.exp().clamp(max=2), s.bias.sigmoid()))
+        x = torch.tanh(
+            F.linear(x, s.w**2 - s.w.square() / 2 + s.w.relu() * s.w.abs(), s.bias.sin() + s.bias.cos())
+        )
+        return F.linear(x, 1 / (s.u.abs() + 1), (s.bias.square() + 1).sqrt().log() + (s.bias**2 + 1).rsqrt())
+
+    net = Net(forward, u=param(4, 4), v=param(4, 4), w=param(4, 4), bias=param(4))
+    return net, torch.randn(b, 4), None, wave
+
+
+@case("tied")
+def weights_by_their_sizes(b):
+    def forward(s, x):
+        centred = s.w - s.w.mean(1, keepdim=True)
+        x = torch.tanh(
+            F.linear(x, centred / (centred.square().mean(1, keepdim=True) + 0.1).sqrt(), s.w.sum(0))
+        )
+        x = torch.tanh(F.linear(x, s.v / torch.linalg.vector_norm(s.v) + s.v.mean().expand(4, 4), s.v.sum(1)))
+        return F.linear(x, s.v.T - s.v.T.sum() * s.v.t().flatten().view(4, 4), s.w.mean((0, 1)).expand(4))
+
+    return Net(forward, w=param(4, 4), v=param(4, 4)), torch.randn(b, 2, 4), None, wave
+
+
+@case("conv")
+def normalised_convolutions_of_few_positions(b):
+    """So few that their norms are by pairs of positions."""
+    layers = (
+        nn.Conv2d(4, 16, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv1d(16, 32, 2),
+    )
+    net = nn.Sequential(*(parametrizations.weight_norm(m) if hasattr(m, "weight") else m for m in layers))
+    net.insert(4, nn.Flatten(2))
+    return net, torch.randn(b, 4, 2, 2), None, wave
