@@ -81,7 +81,10 @@ class Conv(Factor):
     def dots_along(self, m: Tensor, dim: int) -> Tensor | None:
         if dim != 0 or self.norm_cost().way != GRAM:  # from there on rows cost less
             return None
-        y = convolve(self.x.flatten(0, 1), m.to(self.x.dtype), self.geometry)
+        x = self.x.flatten(0, 1)
+        if not m.stride(1):  # the same for all channels, which may be added up before
+            x, m = x.unflatten(1, (self.geometry.groups, -1)).sum(2), m[:, :1]
+        y = convolve(x, m.to(x.dtype), self.geometry)
         return (accumulable(y.reshape(self.g.shape)) * accumulable(self.g)).flatten(3).sum((1, 3))
 
     def algorithm(self) -> str:

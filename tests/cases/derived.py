@@ -345,3 +345,31 @@ def normalised_convolutions_of_few_positions(b):
     net = nn.Sequential(*(parametrizations.weight_norm(m) if hasattr(m, "weight") else m for m in layers))
     net.insert(4, nn.Flatten(2))
     return net, torch.randn(b, 4, 2, 2), None, wave
+
+
+class Standardised(nn.Conv2d):
+    """With a weight of mean zero and deviation one for each of its outputs."""
+
+    def forward(self, x):
+        mean = self.weight.mean((1, 2, 3), keepdim=True)
+        w = (self.weight - mean) * torch.rsqrt(
+            self.weight.var((1, 2, 3), keepdim=True, unbiased=False) + 1e-5
+        )
+        return self._conv_forward(x, w, self.bias)
+
+
+@case("conv")
+def standardised_convolutions(b):
+    net = nn.Sequential(
+        Standardised(4, 16, 3, padding=1), nn.Tanh(), Standardised(16, 16, 3, padding=1, groups=2),
+    )  # fmt: skip
+    return net, torch.randn(b, 4, 2, 2), None, wave
+
+
+@case()
+def weights_by_their_spreads(b):
+    def forward(s, x):
+        x = torch.tanh(F.linear(x, (s.w - s.w.mean(1, keepdim=True)) / s.w.std(1, keepdim=True), s.w.var(0)))
+        return F.linear(x, s.w / s.w.std() + s.w.var(unbiased=False), s.w.std((0, 1)).expand(4))
+
+    return Net(forward, w=param(4, 4)), torch.randn(b, 4), None, wave

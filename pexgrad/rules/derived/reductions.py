@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ...base.numerics import accumulable
 from ...factors import Broadcast, Factor, Lines
@@ -42,7 +43,7 @@ def _norm_of_lines(factor: Factor, v: Tensor, *, pow: int, dim: int) -> Factor |
 
 @register_pullback(aten.sum.dim_IntList)
 def _sum(factor: Factor, self: Tensor, *, dim: Sequence[int] | None) -> Factor | None:
-    return _to_lines(factor, torch.ones_like(self), dim)
+    return _to_lines(factor, self.new_ones(()).expand(self.shape), dim)
 
 
 @register_pullback(aten.sum.default)
@@ -52,10 +53,49 @@ def _sum_of_all(factor: Factor, self: Tensor) -> Factor | None:
 
 @register_pullback(aten.mean.dim)
 def _mean(factor: Factor, self: Tensor, *, dim: Sequence[int] | None) -> Factor | None:
-    ones = torch.ones_like(self)
-    return _to_lines(factor, ones / (self.numel() / factor.row_numel), dim)
+    return _to_lines(factor, self.new_full((), factor.row_numel / self.numel()).expand(self.shape), dim)
 
 
 @register_pullback(aten.mean.default)
 def _mean_of_all(factor: Factor, self: Tensor) -> Factor | None:
     return _mean(factor, self, dim=None)
+
+
+def _deviations(w: Tensor, dim: Sequence[int] | None, correction: float | None) -> tuple[Tensor, float]:
+    """From the mean, and by what their squares are divided."""
+    w = accumulable(w)
+    mean = w.mean(tuple(dim or range(w.dim())), keepdim=True)
+    return w - mean, w.numel() / mean.numel() - (1 if correction is None else correction)
+
+
+@register_pullback(aten.var.correction)
+def _variance(
+    factor: Factor, self: Tensor, *, dim: Sequence[int] | None, correction: float | None
+) -> Factor | None:
+    deviations, n = _deviations(self, dim, correction)
+    return _to_lines(factor, 2 * deviations / n, dim)
+
+
+@register_pullback(aten.std.correction)
+def _spread(
+    factor: Factor, self: Tensor, *, dim: Sequence[int] | None, correction: float | None
+) -> Factor | None:
+    deviations, n = _deviations(self, dim, correction)
+    spread = (deviations.square().sum(tuple(dim or range(self.dim())), keepdim=True) / n).sqrt()
+    return _to_lines(factor, (deviations / (spread * n)).masked_fill(spread == 0, 0), dim)  # as torch's own
+
+
+def _with_older_arguments(of: Callable[..., Factor | None], all_of_it: OpOverload, along: OpOverload) -> None:
+    """Register it for the forms that know two corrections only."""
+
+    @register_pullback(all_of_it)
+    def _(factor: Factor, self: Tensor, *, unbiased: bool) -> Factor | None:
+        return of(factor, self, dim=None, correction=int(unbiased))
+
+    @register_pullback(along)
+    def _(factor: Factor, self: Tensor, *, dim: Sequence[int] | None, unbiased: bool) -> Factor | None:
+        return of(factor, self, dim=dim, correction=int(unbiased))
+
+
+_with_older_arguments(_variance, aten.var.default, aten.var.dim)
+_with_older_arguments(_spread, aten.std.default, aten.std.dim)
