@@ -109,7 +109,8 @@ class Pipeline:
                 for operand, v, factor in backward.factors(site):
                     places.append((site, operand))
                     window, paths = self.windows[operand.node], self.paths[operand.node]
-                    terms.append(Term(v, operand.params, window, factor, paths))
+                    reached = operand.params if window is None else (window.param,)
+                    terms.append(Term(v, reached, window, factor, paths))
         return losses, places, terms, {n: forward.operands[i] for n, i in self.program.further.items()}
 
 
@@ -187,7 +188,11 @@ def _probed(
         except (IndexError, RuntimeError):
             continue
     few = draw(traced.serves, call, last)
-    return few, _layouts(Trial(traced, program, few), sites)
+    try:
+        return few, _layouts(Trial(traced, program, few), sites)
+    except RuntimeError:  # changed parameters may leave the model's domain: a covariance, probabilities
+        few = few.at(call.params).at_leaves()
+        return few, _layouts(Trial(traced, program, few), sites)
 
 
 def _layouts(trial: Trial, sites: list[Site]) -> tuple[Layouts, list[Tensor]]:

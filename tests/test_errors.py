@@ -294,3 +294,36 @@ def test_numbers_of_numpy_are_numbers():
     got = clipped_grad(net, max_norm=np.float32(0.5), chunk_size=np.int64(2))(named(net), x, y)
     want = clipped_grad(net, max_norm=0.5)(named(net), x, y)
     torch.testing.assert_close(got.grads, want.grads)
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda w, i: w[:, i].movedim(0, -1),
+        lambda w, i: w[..., i].movedim(0, -1),
+        lambda w, i: w[i[:, 0] % 3, i[:, 1]][:, None],
+        lambda w, i: w.T[i],
+        lambda w, i: torch.nn.functional.embedding(i, w.T),
+    ],
+)
+@pytest.mark.parametrize("wrong", [7, -9])
+@STRATEGIES
+def test_ids_out_of_range_in_a_later_batch(look_up, wrong, strategy):
+    """They are the error that torch makes of them, and never those of another row."""
+    fn = per_example_grad(
+        lambda p, i: look_up(p["w"], i), lambda o, y: o.square().flatten(1).sum(1), strategy=strategy
+    )
+    params = {"w": torch.randn(3, 5)}
+    fn(params, torch.tensor([[0, 1], [2, 4], [3, 3]]))
+    with pytest.raises((IndexError, RuntimeError), match=r"(?i)out of|range"):
+        fn(params, torch.tensor([[0, 1], [2, wrong], [3, 1]]))
+
+
+def test_a_refusal_is_not_hidden_by_a_loss_of_single_examples():
+    def forward(p, x):
+        h = x * p["w"]
+        return h if h.sum() > 0 else 2 * h
+
+    fn = per_example_grad(forward, lambda o, y: o.flatten().dot(torch.ones(4)))
+    with pytest.raises(pexgrad.TraceError, match="reads a number"):
+        fn({"w": torch.randn(4)}, torch.randn(3, 4))

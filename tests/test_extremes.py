@@ -100,3 +100,31 @@ def test_inner_products_of_rows_with_millions_of_numbers():
     wide = x.double()
     torch.testing.assert_close(jacobian.gram().double(), wide @ wide.T, rtol=3e-6, atol=0)
     torch.testing.assert_close((jacobian @ {"w": w}).double(), wide.sum(1), rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e2, 1e4])
+def test_distances_far_from_the_origin(offset):
+    torch.manual_seed(0)
+    x, c = torch.randn(3, 5, 4) + offset, torch.randn(6, 4) + offset
+    loss = lambda out, y: out.sin().flatten(1).sum(1)  # noqa: E731
+    model = lambda p, x: (x[:, :, None] - p["c"]).norm(dim=-1)  # noqa: E731
+    got = pexgrad.per_example_grad(
+        lambda p, x: torch.cdist(x, p["c"], compute_mode="donot_use_mm_for_euclid_dist"), loss
+    )({"c": c}, x)
+    want = pexgrad.per_example_grad(model, loss, strategy="naive")({"c": c.double()}, x.double())
+    torch.testing.assert_close(got["c"].double(), want["c"], rtol=0, atol=2e-6 * float(want["c"].abs().max()))
+
+
+def test_a_slope_that_an_infinite_gradient_passes_by():
+    """The square root of what has met its target has an infinite derivative, in an output above zero."""
+    x = torch.tensor([[2.0, -1.0], [-1.0, -2.0], [-0.5, 1.0]])
+    y = torch.where(x > 1, x, -5.0)
+    loss = lambda out, y: (out - y).sqrt().sum(1)  # noqa: E731
+    got, want = (
+        pexgrad.per_example_grad(lambda p, x: F.prelu(x, p["a"]), loss, strategy=s)(
+            {"a": torch.tensor([0.25])}, x, y
+        )["a"]
+        for s in ("crb", "naive")
+    )
+    assert want.isfinite().all()
+    torch.testing.assert_close(got, want)

@@ -470,3 +470,26 @@ def test_an_example_of_a_class_without_weight(smoothing):
     torch.testing.assert_close(losses, losses_of(model, loss, x, y), equal_nan=True)
     want = rows_of(model, loss, x, y)
     torch.testing.assert_close({k: rows[k] for k in want}, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("strategy", ["crb", "multi"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, y: o.mul_(2).pow(2).flatten().dot(WEIGHTS),
+        lambda o, y: (o.clamp_(-1, 1) * WEIGHTS).sum().exp(),
+        lambda o, y: o.as_strided((3,), (1,), 0).dot(WEIGHTS).sin(),
+        lambda o, y: o.flatten().dot(WEIGHTS) * (1 + o.storage_offset()),
+    ],
+)
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_loss_of_one_example_has_an_output_of_its_own(loss, strategy, verify):
+    x, p = torch.randn(4, 3), {"w": torch.randn(3)}
+    got, want = (
+        pexgrad.per_example_grad(lambda p, x: x * p["w"], loss, strategy=s, verify=verify)(p, x)
+        for s in (strategy, "naive")
+    )
+    torch.testing.assert_close(got, want)
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0], dtype=torch.double)

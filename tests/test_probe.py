@@ -229,3 +229,20 @@ def test_no_noise_where_ids_may_be_among_the_numbers(monkeypatch):
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_parameters_whose_domain_a_change_of_a_tenth_leaves(verify):
+    """A covariance that is nearly singular, probabilities near one."""
+
+    def model(p, x):
+        likely = F.binary_cross_entropy(p["q"], torch.tensor([0.0, 1.0, 0.0, 1.0]).to(x), reduction="none")
+        return x @ torch.linalg.cholesky(p["covariance"]) * likely
+
+    u = torch.randn(4, 2)
+    params = {"covariance": u @ u.T + 1e-3 * torch.eye(4), "q": torch.tensor([0.01, 0.99, 0.02, 0.999])}
+    loss, x = lambda out, y: out.square().sum(1), torch.randn(3, 4)
+    got, want = (
+        pexgrad.per_example_grad(model, loss, strategy=s, verify=verify)(params, x) for s in ("crb", "naive")
+    )
+    assert_rows_equal(got, want)

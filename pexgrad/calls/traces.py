@@ -176,4 +176,11 @@ class Traces:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # the model's own, given before
-            self._loss.loss(self._model.run(params, call.x), call.y)
+            try:
+                self._loss.loss(self._model.run(params, call.x), call.y)
+            except Exception:
+                for b in range(call.batch):
+                    one = call.examples(b, b + 1)
+                    self._loss.loss(self._model.run(params, one.x), one.y)
+                if not call.batch:
+                    raise

@@ -55,15 +55,25 @@ def _refuse_comparing(model: Bound, loss: ExampleLosses, at: Call, want: Jacobia
     try:
         with torch.enable_grad():
             value = loss.loss(model.run(at.params, at.x), at.y).sum()
-        grads = torch.autograd.grad(value, [at.params[k] for k in at.trainable], allow_unused=True)
+        params = [at.params[k] for k in at.trainable]
+        grads = torch.autograd.grad(value, params, allow_unused=True)
     except Exception:  # noqa: BLE001 - it may take single examples only
         return
-    if any(g is not None and bool(g.any()) for g in grads):
+    if any(g is not None and _is_felt(g, p, value) for g, p in zip(grads, params, strict=True)):
         raise LossError(
             "the loss of an example by itself has no gradient, and that of several has one: it compares the examples of a batch "
             "(a contrastive loss, say), so that there is no gradient of one example's own loss. Give each example in x what it "
             "is compared with; where rows of zeros are what you want, pass verify=False"
         )
+
+
+def _is_felt(g: Tensor, p: Tensor, value: Tensor) -> bool:
+    """Whether a gradient of a value is more than rounding."""
+    rounding = 1e3 * min(torch.finfo(value.dtype).eps, torch.finfo(torch.float32).eps)
+    return bool(
+        torch.linalg.vector_norm(g) * (1 + torch.linalg.vector_norm(p.detach()))
+        > rounding * value.detach().abs()
+    )
 
 
 def _wrong(

@@ -35,6 +35,8 @@ def cdist_points(g: Tensor, x1: Tensor, x2: Tensor, *, shape: torch.Size, dtype:
     c = x2.reshape(shape[-2:]).to(g.dtype)
     # cdist has no second derivative
     y = (x.unsqueeze(2) - c).norm(dim=-1) if torch.is_grad_enabled() else torch.cdist(x, c)
+    origin = c.detach().mean(0)  # far from where they are, the difference of sums below would be rounding
+    c, x = c - origin, x - origin
     meets = y == 0
     w = torch.where(meets, 0, g / torch.where(meets, 1, y))
     rows = w.mT * (c - x) if w.shape[1] == 1 else w.sum(1).unsqueeze(-1) * c - w.mT @ x

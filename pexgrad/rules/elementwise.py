@@ -30,4 +30,4 @@ def prelu_weight(g: Tensor, self: Tensor, *, shape: torch.Size, dtype: torch.dty
     g, x = channels_last(g), channels_last(x)
     if shape.numel() == 1:  # one slope for all channels
         g, x = g.flatten(1)[..., None], x.flatten(1)[..., None]
-    return Broadcast(g, x.clamp(max=0), shape, dtype)
+    return Broadcast(torch.where(x > 0, 0, g), x, shape, dtype)

@@ -56,8 +56,13 @@ class Outputs:
         return self.whole([t.detach().clone() for t in tensors])
 
     def examples(self, tensors: Sequence[Tensor], y: Any, batch: int) -> Examples:
-        """b -> the output and y of example b as a batch of one."""
-        return lambda b: (self.whole(self._parts(tensors, batch, b)), trees.examples(y, b, b + 1))
+        """b -> the output and y of example b as a batch of one, in memory of its own: what is written there is its own."""
+
+        def example(b: int) -> tuple[Any, Any]:
+            parts = self._parts(tensors, batch, b)
+            return self.whole([t.clone() for t in parts]), trees.examples(y, b, b + 1)
+
+        return example
 
     def copies(self, tensors: Sequence[Tensor], y: Any, batch: int) -> Examples:
         """The same, with each output in memory of its own."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from ..base.equations import parse
 
@@ -73,7 +74,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return matmul(x, weight) if weight.dim() == 1 and bias is None else NotImplemented
 
 
+def chain(matrices: Sequence[Tensor]) -> Any:
+    """From the left; torch's own way looks for a cheap order, in which the batch size is a plain number."""
+    sizes = [n for m in matrices for n in m.shape]
+    return functools.reduce(matmul, matrices) if any(isinstance(n, SymInt) for n in sizes) else NotImplemented
+
+
 CONTRACTIONS = {
+    aten.linalg_multi_dot.default: chain,
+    aten.chain_matmul.default: chain,
     aten.einsum.default: einsum,
     aten.baddbmm.default: with_sum(torch.bmm),
     aten.addbmm.default: with_sum(lambda x, y: torch.bmm(x, y).sum(0)),

@@ -119,8 +119,9 @@ def _cell(step: Step) -> Callable[..., Any]:
 def take_along_dim(x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
     """`gather` on operands broadcast to one another, all but `dim`; torch's own fixes every size."""
     if dim is None:
-        return x.flatten().gather(0, indices.flatten())
+        return x.flatten().gather(0, indices.flatten() % x.numel())
     dim %= x.dim()
+    indices = indices % x.shape[dim]  # as torch's own does
 
     def larger(n: Any, m: Any) -> Any:  # without a guard on the batch size
         return m if isinstance(n, int) and n == 1 else n

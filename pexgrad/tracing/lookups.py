@@ -55,11 +55,16 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
         return NotImplemented
     first, n = at[0], len(at)
     table = x.movedim(at, list(range(n)))
-    flat = ids[0] % table.shape[0]  # negative ids count from the end
-    for i, size in zip(ids[1:], table.shape[1:], strict=False):
-        flat = flat * size + i % size
+    flat, *others = (_places(i, size) for i, size in zip(ids, table.shape, strict=False))
+    for place, size in zip(others, table.shape[1:], strict=False):
+        flat = flat * size + place
     rows = table.flatten(0, n - 1)[flat]
     return rows.movedim(list(range(flat.dim())), list(range(first, first + flat.dim())))
+
+
+def _places(ids: Tensor, size: int) -> Tensor:
+    """Negative ids count from the end; one that is out of range is an error, as it is in torch."""
+    return torch.arange(size, device=ids.device)[ids]
 
 
 def _is_table_lookup(x: Tensor, ids: list[Tensor]) -> bool:

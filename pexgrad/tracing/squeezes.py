@@ -15,7 +15,7 @@ aten = torch.ops.aten
 def _squeezed(of_dims: Callable[..., Any], x: Tensor, dims: int | Sequence[int] | None = None) -> Any:
     """`x` without the dimensions of size 1 among these, or among all, of which none is the batch."""
     asked = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
-    if not any(isinstance(x.shape[d], SymInt) for d in asked):
+    if not x.dim() or not any(isinstance(x.shape[d], SymInt) for d in asked):
         return NotImplemented
     return of_dims(x, [d for d in asked if not isinstance(x.shape[d], SymInt) and x.shape[d] == 1])
 

@@ -373,3 +373,15 @@ def weights_by_their_spreads(b):
         return F.linear(x, s.w / s.w.std() + s.w.var(unbiased=False), s.w.std((0, 1)).expand(4))
 
     return Net(forward, w=param(4, 4)), torch.randn(b, 4), None, wave
+
+
+@case()
+def numbers_without_dimensions(b):
+    def forward(s, x):
+        n = 2 * s.n
+        same = (
+            n.transpose(0, -1) + n.permute(()) + n.t() + n.squeeze(0) + n.sum(0) + n.mean(-1) + n.norm(dim=0)
+        )
+        return x * same + (s.n / s.n.norm()).sum(0)
+
+    return Net(forward, n=nn.Parameter(torch.tensor(0.7))), torch.randn(b, 4), None, wave

@@ -236,3 +236,16 @@ def relative_position_bias_of_a_fixed_grid(b):
         return torch.softmax((x @ x.transpose(1, 2))[:, None] + bias, -1)
 
     return Net(forward, table=param(9, 2)), torch.randn(b, 5, 3), None, wave
+
+
+@case("embedding", "index")
+def table_taken_along_a_dimension(b):
+    """Ids below zero count from the end."""
+
+    def forward(s, i):
+        taken = torch.take_along_dim(s.table[None], i - 7, 1)
+        return torch.tanh(taken) * torch.take_along_dim(taken, torch.tensor([[-1, 0, 1]]), 1).sum(
+            1, keepdim=True
+        )
+
+    return Net(forward, table=param(7)), ids(b, 6, 7), None, wave

@@ -294,3 +294,23 @@ def transposes_that_are_summed_over(b):
         return torch.tanh(inner * torch.einsum("b,ij->bij", x[:, 0, 0], s.v.T)).sum(1)
 
     return Net(forward, v=param(5, 3)), torch.randn(b, 3, 5), labels(b, 5), F.cross_entropy
+
+
+@case()
+def products_of_many_matrices(b):
+    net = Net(
+        lambda s, x: torch.linalg.multi_dot([x, s.u, s.v, s.q]) + x @ torch.linalg.multi_dot([s.u, s.v, s.q]),
+        u=param(4, 3), v=param(3, 5), q=param(5),
+    )  # fmt: skip
+    return net, torch.randn(b, 4), None, wave
+
+
+@case()
+def operands_broadcast_together(b):
+    def forward(s, x):
+        u, v = torch.broadcast_tensors(s.u, s.v)
+        rows, columns = torch.meshgrid(s.u, s.u, indexing="ij")
+        (q,) = torch.atleast_2d([s.q])
+        return (x[:, None] * u).sum(1) + v.sum(0) + x @ (rows - 2 * columns) + q
+
+    return Net(forward, u=param(4), v=param(3, 1), q=param(4)), torch.randn(b, 4), None, wave

@@ -32,6 +32,8 @@ def _reshaped(factor: Factor, *, shape: torch.Size) -> Factor | None:
 @register_pullback(aten.permute.default)
 def _permuted(factor: Factor, *, dims: list[int], shape: torch.Size) -> Factor | None:
     back = [[d % len(shape) for d in dims].index(d) for d in range(len(shape))]
+    if not back:
+        return factor
     if isinstance(factor, Broadcast):
         whole, order = factor.shape, [2 + d for d in back]
         moved = factor.mapped(lambda v: v.unflatten(2, whole).permute(0, 1, *order).flatten(2))
@@ -50,7 +52,8 @@ def _permuted(factor: Factor, *, dims: list[int], shape: torch.Size) -> Factor |
 @register_pullback(aten.transpose.int)
 def _transposed(factor: Factor, *, dim0: int, dim1: int, shape: torch.Size) -> Factor | None:
     dims = list(range(len(shape)))
-    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    if dims:  # a number has nothing to turn
+        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
     return _permuted(factor, dims=dims, shape=shape)
 
 
