@@ -382,6 +382,6 @@ def numbers_without_dimensions(b):
         same = (
             n.transpose(0, -1) + n.permute(()) + n.t() + n.squeeze(0) + n.sum(0) + n.mean(-1) + n.norm(dim=0)
         )
-        return x * same + (s.n / s.n.norm()).sum(0)
+        return x * same + (s.n / s.n.norm()).sum(0) + (s.n / (1 + s.n.norm())).sum(0).mean()
 
     return Net(forward, n=nn.Parameter(torch.tensor(0.7))), torch.randn(b, 4), None, wave

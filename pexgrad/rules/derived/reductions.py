@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...base.numerics import accumulable
+from ...base.numerics import accumulable, flat
 from ...factors import Broadcast, Factor, Lines
 from ..registry import register_pullback
 
@@ -21,7 +21,7 @@ def _to_lines(factor: Factor, derivative: Tensor, dims: Sequence[int] | None) ->
     kept = [d for d, n in enumerate(shape) if n != 1 and not {d, d - len(shape)} & set(reduced)]
     if not factor.tensors or derivative.is_complex() or len(kept) > 1:
         return None
-    p = factor.summed() if isinstance(factor, Broadcast) else factor.widened().rows().flatten(1)
+    p = factor.summed() if isinstance(factor, Broadcast) else flat(factor.widened().rows())
     return Lines(p, derivative, kept[0] if kept else None, factor.dtype)
 
 
