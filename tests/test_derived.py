@@ -19,7 +19,7 @@ THROUGH = """
     pruned_layers pruned_convolutions pruned_layers_at_several_positions weights_cut_to_triangles_and_chosen
     square_roots_behind_a_mask directions_of_classes directions_at_several_positions directions_of_words
     weights_by_functions_of_parameters weights_by_their_sizes normalised_convolutions_of_few_positions
-    standardised_convolutions weights_by_their_spreads
+    standardised_convolutions weights_by_their_spreads number_by_its_size
 """
 
 

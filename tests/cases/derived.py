@@ -385,3 +385,9 @@ def numbers_without_dimensions(b):
         return x * same + (s.n / s.n.norm()).sum(0) + (s.n / (1 + s.n.norm())).sum(0).mean()
 
     return Net(forward, n=nn.Parameter(torch.tensor(0.7))), torch.randn(b, 4), None, wave
+
+
+@case()
+def number_by_its_size(b):
+    net = Net(lambda s, x: x * (s.n / (2 + s.n.norm())).sum(0), n=nn.Parameter(torch.tensor(0.7)))
+    return net, torch.randn(b, 4), None, wave
