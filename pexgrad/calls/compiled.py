@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..base import nested, trees
 from ..errors import InputError
+from .results import split
 
 if TYPE_CHECKING:
     from .compose import Composable
@@ -49,7 +50,7 @@ def call(transform: Composable, params: Any, x: Any, y: Any, options: dict[str, 
         else ""
     )
     flat = torch.ops.pexgrad.call(tensors, transform._handle, template, cast)
-    return transform._assembled(_paths(transform._handle, template), flat)
+    return transform._of_parts(*split(flat, transform._parts(), _paths(transform._handle, template)))
 
 
 def _state(transform: Composable, params: Any) -> list[Tensor]:
@@ -161,7 +162,7 @@ def _fake_call(
     flat = nested.flatten(params)
     entries = [flat[nested.name_of(path)] for path in _paths(name, template)]
     (batch, *_) = (t.shape[0] for t in trees.tensors((x, y)))
-    return _transform(name)._outline(entries, batch, device)
+    return [t for part in _transform(name)._parts() for t in part.outline(entries, batch, device)]
 
 
 @_call.register_vmap

@@ -29,7 +29,7 @@ from ..operator.jacobian import Jacobian
 from . import compiled
 from .graphs import Graphs
 from .pickling import Pickled
-from .results import nest
+from .results import Part, nest
 from .traces import Traces
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _call_compiled(
     transform: Composable, call: Callable[..., Any], params: Params, x: Any, y: Any, options: dict[str, Any]
 ) -> Any:
     # what cannot be one operation of a compiled graph runs as it does elsewhere, between two graphs
-    as_operation = transform._is_of_tensors and not transform._options.create_graph and "out" not in options
+    as_operation = transform._parts() and not transform._options.create_graph and "out" not in options
     if not (as_operation and compiled.takes((_as_dict(params), x, y, options))):
         return _uncompiled(call, transform, params, x, y, options)  # pyright: ignore[reportCallIssue]
     return compiled.call(transform, _as_dict(params), x, y, options)
@@ -133,15 +133,13 @@ class Composable(Pickled):
         """Raise where a mask cannot be part of the flat graph."""
         call.check_mask(mask)
 
-    # What compiled code needs to know of the result: whether it is tensors, how it is put together from a flat list of
-    # them (entries by name at `paths`), and their shapes and dtypes.
-    _is_of_tensors = True
+    def _parts(self) -> tuple[Part, ...]:
+        """What the result is made of, which compiled code has to know before there is one; nothing, where it is an operator."""
+        return ()
 
-    def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
-        raise NotImplementedError
-
-    def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
-        raise NotImplementedError
+    def _of_parts(self, *parts: Any) -> Any:
+        """The result that is made of these."""
+        return parts[0] if len(parts) == 1 else parts
 
     def _flat(self, paths: nested.Structure) -> Self:
         """The same transform of the flat dict of parameters."""
@@ -197,7 +195,7 @@ class Composable(Pickled):
 
     def _graph(self, call: Call, *further: Tensor) -> Lowered:
         """The flat graph that serves a call, from the cache if it is there."""
-        if not self._is_of_tensors:
+        if not self._parts():
             raise InputError(
                 f"{type(self).__name__} returns an operator, which has no flat graph; use a transform of tensors"
             )

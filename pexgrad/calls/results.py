@@ -1,10 +1,10 @@
-"""What transforms return, and how the results of parts of a batch become that of the whole."""
+"""What transforms return: of which parts, and how the results of parts of a batch become that of the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ..base import nested
 from ..base.checks import described
 from ..errors import InputError
+from ..inputs.call import example_numbers
 from ..operator.jacobian import Jacobian
 
 
@@ -39,6 +40,31 @@ pytree.register_pytree_node(
     serialized_type_name="pexgrad.Clipped",
     flatten_with_keys_fn=lambda c: ([(pytree.GetAttrKey(k), v) for k, v in vars(c).items()], None),  # pyright: ignore[reportArgumentType]
 )
+
+
+class Part(NamedTuple):
+    """A part of a transform's result: a tensor for each parameter that is differentiated, by name, or one for all of them."""
+
+    by_name: bool
+    # the parameters, B and a device -> empty tensors of its shapes and dtypes
+    outline: Callable[[list[Tensor], Any, Any], list[Tensor]]
+
+
+# {name: (B, *shape)}, {name: (*shape)}, {name: (B,)} and (B,)
+ROWS = Part(True, lambda ps, b, device: [p.new_empty((b, *p.shape), device=device) for p in ps])
+SUMS = Part(True, lambda ps, b, device: [p.new_empty(p.shape, device=device) for p in ps])
+NUMBERS_BY_NAME = Part(True, lambda ps, b, device: [example_numbers([p], b, device) for p in ps])
+NUMBERS = Part(False, lambda ps, b, device: [example_numbers(ps, b, device)])
+
+
+def split(flat: list[Tensor], parts: Iterable[Part], paths: nested.Structure) -> list[Any]:
+    """The parts from the tensors of all of them in a row; what is by name is nested by these paths."""
+    found, start = [], 0
+    for part in parts:
+        stop = start + (len(paths) if part.by_name else 1)
+        found.append(nested.at(paths, flat[start:stop]) if part.by_name else flat[start])
+        start = stop
+    return found
 
 
 def join(parts: Iterable[Any]) -> Any:

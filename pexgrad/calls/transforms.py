@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base import nested, trees
+from ..base import trees
 from ..base.fakes import TRACING
 from ..base.modes import differentiable_kernels
 from ..base.still import StandStill
@@ -18,7 +18,7 @@ from ..definition.strategies import LOOPS
 from ..errors import InputError
 from ..flat.lower import Lowered, lower
 from ..inputs.arguments import Options, Params, check_call, check_out
-from ..inputs.call import Call, example_numbers
+from ..inputs.call import Call
 from ..inputs.loss import ExampleLosses
 from ..inputs.rebind import Bound
 from ..inputs.torch_losses import Loss
@@ -29,7 +29,7 @@ from ..stages.layout import UntoldError
 from .compose import Composable, composable
 from .explain import Explanation, explain
 from .repeats import may_repeat
-from .results import Clipped, join
+from .results import NUMBERS, NUMBERS_BY_NAME, ROWS, SUMS, Clipped, Part, join
 
 Model = nn.Module | Callable[..., Any]
 
@@ -177,11 +177,8 @@ class PerExampleGrad(Transform):
     def _result(self, losses: Tensor, rows: dict[str, Tensor]) -> Any:
         return rows
 
-    def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
-        return nested.at(paths, flat)
-
-    def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
-        return [p.new_empty((batch, *p.shape), device=device) for p in entries]
+    def _parts(self) -> tuple[Part, ...]:
+        return (ROWS,)
 
 
 class PerExampleValueAndGrad(PerExampleGrad):
@@ -190,11 +187,8 @@ class PerExampleValueAndGrad(PerExampleGrad):
     def _result(self, losses: Tensor, rows: dict[str, Tensor]) -> Any:
         return losses, rows
 
-    def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
-        return flat[0], nested.at(paths, flat[1:])
-
-    def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
-        return [example_numbers(entries, batch, device), *super()._outline(entries, batch, device)]
+    def _parts(self) -> tuple[Part, ...]:
+        return NUMBERS, ROWS
 
 
 class PerExampleGradNorm(Transform):
@@ -212,20 +206,12 @@ class PerExampleGradNorm(Transform):
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Any:
         return jacobian.norms(self._per_param)
 
-    def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
-        return nested.at(paths, flat) if self._per_param else flat[0]
-
-    def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
-        return [
-            example_numbers(some, batch, device)
-            for some in ([[p] for p in entries] if self._per_param else [entries])
-        ]
+    def _parts(self) -> tuple[Part, ...]:
+        return (NUMBERS_BY_NAME if self._per_param else NUMBERS,)
 
 
 class PerExampleJacobian(Transform):
     """`(params, x, y=None) -> Jacobian`; made by `per_example_jacobian`."""
-
-    _is_of_tensors = False
 
     @composable
     def __call__(self, params: Params, x: Any, y: Any = None) -> Jacobian:
@@ -289,12 +275,11 @@ class ClippedGrad(Transform):
         grads = {k: torch.where(mask.any(), g, 0) for k, g in jacobian.vjp(weights).items()}
         return Clipped(grads, only(norms), only(jacobian.losses))
 
-    def _assembled(self, paths: nested.Structure, flat: list[Tensor]) -> Any:
-        return Clipped(nested.at(paths, flat[:-2]), flat[-2], flat[-1])
+    def _parts(self) -> tuple[Part, ...]:
+        return SUMS, NUMBERS, NUMBERS
 
-    def _outline(self, entries: list[Tensor], batch: Any, device: Any) -> list[Tensor]:
-        grads = [p.new_empty(p.shape, device=device) for p in entries]
-        return [*grads, *(example_numbers(entries, batch, device) for _ in range(2))]
+    def _of_parts(self, *parts: Any) -> Clipped:
+        return Clipped(*parts)
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:
