@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
+from .calls.clipped import ClippedGrad
 from .calls.transforms import (
-    ClippedGrad,
     Model,
     PerExampleGrad,
     PerExampleGradNorm,
