@@ -1,9 +1,9 @@
 """A flat graph run for many members at once: some of its inputs are stacked, with the members on dimension 0.
 
 A value that depends on a stacked input is `Stacked`, (m, *shape) for a member's (*shape); any other is computed once. An
-operation of stacked values is one call of an operation on all members where `stacking.py` has a rule for it, and a loop
-over the members where it has none: right either way. `torch.func.vmap` over the same graph is the quicker way (`ensemble` has the
-numbers); this one keeps functorch out, as all of the library does, and needs no rule of torch's for any operation.
+operation of stacked values is one call of an operation on all members where there is a rule for it, and a loop over the
+members where there is none: right either way. `torch.func.vmap` over the same graph is quicker (`ensemble` has the
+numbers); this way keeps functorch out, as all of the library does, and needs no rule of torch's for any operation.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from ..base.nodes import by_name, draws, value
+from . import stacking_layers as stacking_layers  # registers its rules
 from .stacking import Stacked, rule_for
 
 
