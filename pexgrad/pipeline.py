@@ -29,7 +29,7 @@ from .stages.few_examples import alike, draw, still_alike, ways
 from .stages.flow import analyse
 from .stages.layout import Layout
 from .stages.losses import Losses, Outputs, decided
-from .stages.mixed import refuse_mixing_in
+from .stages.mixing_by_value import refuse_mixing_in
 from .stages.plan import Use, nodes_needed, plan_site
 from .stages.probe import Layouts, first_layouts, probe
 from .stages.rewrite import rewrite

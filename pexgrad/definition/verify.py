@@ -18,8 +18,8 @@ from ..inputs.loss import ExampleLosses
 from ..inputs.rebind import Bound
 from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline
-from ..stages.mixing import Mixing, first_mixing
-from ..stages.opaque_mixing import mixing_inside, opaque_nodes
+from ..stages.mixing_by_shape import Mixing, first_mixing
+from ..stages.mixing_inside import mixing_inside, opaque_nodes
 from .strategies import grad_or_zeros, naive
 
 

@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..base import trees
 from ..base.fakes import TRACING, Guards, fake_batch, quiet, symbol_of, symbolic_len, symbolic_mode
-from .blocks import lead
-from .mixing import Mixing, first_mixing
+from .leading import lead
+from .mixing_by_shape import Mixing, first_mixing
 
 # for which what the recording took for granted has to hold
 _SIZES = (*range(2, 65), 1 << 10, 1 << 12)

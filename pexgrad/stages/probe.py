@@ -17,7 +17,7 @@ from ..base.nodes import batch_dims, value, where
 from ..errors import MixedExamplesError, TraceError, first_line
 from .few_examples import normal_like
 from .layout import Anywhere, Layout, Untold, candidates
-from .mixed import mixed
+from .mixing_by_value import mixed
 from .sites import Site
 from .tap import Forward
 from .trial import Others, Trial

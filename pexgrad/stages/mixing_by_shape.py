@@ -1,8 +1,8 @@
-"""Operations that look at all examples at once, found by the shapes in a graph.
+"""Operations that look at all examples at once, found by the shapes in a graph, whatever the numbers are.
 
 The probe runs a few examples, and sees what mixes them there. A gain for the whole batch that is 1 until a number is large, or an
 expert that takes so many tokens of the batch, mixes only some batches. Such an operation is known by what it does to
-the batch dimension, whatever the numbers are:
+the batch dimension:
 
 - it takes values with the batch and gives one without, or one with two batch dimensions: `x.max()`, `z @ z.T`;
 - it sorts, scans or turns along the batch: `cumsum(0)`, `roll(1, 0)`;
@@ -16,7 +16,6 @@ the place of an example where it serves as an index of the batch: `h[torch.arang
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -38,8 +37,26 @@ from ..base.nodes import (
     value,
     written_memory,
 )
+from .along import SCANS, WINDOWS, given_dims, names
 
 aten = torch.ops.aten
+
+# views of some places along a dimension
+_PARTS = names("""
+    slice select narrow split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk tensor_split unfold
+    diagonal
+""")
+# something else is done to some places along a dimension, which an index names, or the operation itself
+_AT = names("index_fill index_copy index_add index_reduce index_put put")
+_SOME = _AT | names("triu tril fill_diagonal diagonal_scatter slice_scatter select_scatter")
+# numbers are made of a size of the batch
+_RANGES = names("arange linspace eye scalar_tensor")
+# numbers are added up, or multiplied, along a dimension
+_COUNTS = names("""
+    sum cumsum count_nonzero nansum norm linalg_vector_norm logsumexp softmax log_softmax prod cumprod trace mm matmul dot
+""")
+# operands that are places, and not numbers that go into the result
+_PLACES = names("indices index offsets repeats")
 
 
 class Mixing(NamedTuple):
@@ -93,32 +110,12 @@ def _looks_at_all(node: fx.Node, data: set[fx.Node], batch: Any) -> bool:
     return _goes_along(node, batch) or _is_part_of_batch(made_by, val, read, batch)
 
 
-# views of some places along a dimension
-_PARTS = frozenset({
-    "slice", "select", "narrow", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk", "unsafe_chunk",
-    "tensor_split", "unfold", "diagonal",
-})  # fmt: skip
-
-
 def _is_part_of_batch(made_by: Any, val: Any, read: list[fx.Node], batch: Any) -> bool:
     """Whether a view has some of the examples, and not some part of each: its size is no multiple of the batch's."""
     is_part = isinstance(val, Tensor) and operation(made_by) in _PARTS
     if not is_part or fold_factor_of(val, batch) is not None:
         return False
     return any(fold_factor_of(value(n), batch) is not None for n in read)
-
-
-# operations along a dimension in which every place looks at others
-_ALONG = frozenset({
-    "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "kthvalue", "median", "mode",
-    "softmax", "_softmax", "log_softmax", "_log_softmax", "flip", "roll", "diff",
-    "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2",
-})  # fmt: skip
-# those that go along the last so many dimensions
-_WINDOWS = re.compile(r"(?:conv(?:_transpose)?|(?:adaptive_)?(?:avg|max)_pool)([123])d")
-# operations that do something else to some places along a dimension, which an index names, or the operation itself
-_AT = frozenset({"index_fill", "index_copy", "index_add", "index_reduce", "index_put", "put"})
-_SOME = _AT | {"triu", "tril", "fill_diagonal", "diagonal_scatter", "slice_scatter", "select_scatter"}
 
 
 def _goes_along(node: fx.Node, batch: Any) -> bool:
@@ -130,15 +127,13 @@ def _goes_along(node: fx.Node, batch: Any) -> bool:
         return any(d >= val.dim() - len(sizes) and sizes[d - val.dim()] != 1 for d in batch_dims(val, batch))
     if name == "scaled_dot_product_attention":
         return value(named["key"]).dim() - 2 in batch_dims(value(named["key"]), batch)
-    if name not in _ALONG | _SOME:
+    if name not in SCANS | _SOME:
         return False
     along = value(named["self"])
     indices = nodes_in(named.get("indices", named.get("index")))
     if name in _AT and any(batch_dims(value(n), batch) for n in indices):
         return False
-    return not {d % max(1, along.dim()) for d in _dims(name, named, along)}.isdisjoint(
-        batch_dims(along, batch)
-    )
+    return not _dims(name, named, along.dim()).isdisjoint(batch_dims(along, batch))
 
 
 def _windows(name: str, named: dict[str, Any]) -> list[Any] | None:
@@ -146,7 +141,7 @@ def _windows(name: str, named: dict[str, Any]) -> list[Any] | None:
     if name in ("pad", "constant_pad_nd"):
         pads = named["pad"]
         return [1 + abs(pads[i]) + abs(pads[i + 1]) for i in range(0, len(pads), 2)][::-1]
-    if not (window := _WINDOWS.fullmatch(name)):
+    if not (window := WINDOWS.fullmatch(name)):
         return None
     n = int(window[1])
     if "weight" in named:
@@ -155,24 +150,15 @@ def _windows(name: str, named: dict[str, Any]) -> list[Any] | None:
     return sizes * n if len(sizes) == 1 else sizes
 
 
-def _dims(name: str, named: dict[str, Any], along: Tensor) -> Iterable[int]:
-    """The dimensions of a value that an operation goes along."""
+def _dims(name: str, named: dict[str, Any], rank: int) -> set[int]:
+    """The dimensions of a value that an operation goes along, counted from the front."""
     if name in ("triu", "tril"):
-        return (-2, -1)
+        return {rank - 2, rank - 1}
     if name == "diagonal_scatter":
-        return named.get("dim1", 0), named.get("dim2", 1)
+        return {named["dim1"] % rank, named["dim2"] % rank}
     if name == "index_put":
-        return [i for i, n in enumerate(named["indices"]) if n is not None]
-    dims = named.get("dim", named.get("dims"))
-    return range(along.dim()) if dims in (None, [], ()) else [dims] if isinstance(dims, int) else dims
-
-
-# what is made of the size of the batch where that is among what they are given
-_RANGES = frozenset({"arange", "linspace", "eye", "scalar_tensor"})
-_COUNTS = frozenset({
-    "sum", "cumsum", "count_nonzero", "nansum", "norm", "linalg_vector_norm", "logsumexp", "softmax", "log_softmax", "prod",
-    "cumprod", "trace", "mm", "matmul", "dot",
-})  # fmt: skip
+        return {i for i, n in enumerate(named["indices"]) if n is not None}
+    return given_dims(named, rank)
 
 
 def _is_part_of_table(node: fx.Node, batch: Any) -> bool:
@@ -201,10 +187,6 @@ def _counts(node: fx.Node, batch: Any) -> bool:
     return bool(counted) and (not batch_dims(value(node), batch) or _goes_along(node, batch))
 
 
-# operands that are places, and not numbers that go into the result
-_PLACES = frozenset({"indices", "index", "offsets", "repeats"})
-
-
 def _as_numbers(node: fx.Node, read: list[fx.Node], batch: Any) -> list[fx.Node]:
     """The operands whose values, and not only places among the examples that they stand for, go into the result."""
     if not isinstance(node.target, OpOverload):
@@ -213,6 +195,6 @@ def _as_numbers(node: fx.Node, read: list[fx.Node], batch: Any) -> list[fx.Node]
         read = [n for n in read if n is not node.args[0]]
     first = next(nodes_in(node.args), None)
     of_table = first is not None and not batch_dims(value(first), batch)
-    names = _PLACES - {"indices", "index"} if of_table else _PLACES
-    places = {n for argument, schema in bind(node) if schema.name in names for n in nodes_in(argument)}
+    of_places = _PLACES - {"indices", "index"} if of_table else _PLACES
+    places = {n for argument, schema in bind(node) if schema.name in of_places for n in nodes_in(argument)}
     return [n for n in read if n not in places]

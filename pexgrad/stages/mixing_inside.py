@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from ..base import trees
 from ..base.fakes import HINT, TRACING, expression, fake_batch, quiet, symbol_of, symbolic_len, symbolic_mode
 from ..base.nodes import is_differentiable, is_of_batch, returned, value
-from .mixing import Mixing, first_mixing
+from .mixing_by_shape import Mixing, first_mixing
 from .tap import OURS
 
 

@@ -30,38 +30,32 @@ from ..base.nodes import (
     value,
     written_memory,
 )
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
+from .along import SCANS, WINDOWS, given_dims, names
 
 # the same numbers in the same places, or a row for each row
-_ROWWISE = _names("""
+_ROWWISE = names("""
     clone detach alias contiguous to _to_copy lift_fresh lift_fresh_copy type_as one_hot permute transpose movedim swapaxes t mT
     adjoint numpy_T broadcast_tensors expand expand_as repeat_interleave real imag view_as_real view_as_complex conj conj_physical
 """)
 # number by number, though their tags may not say so
-_POINTWISE = _names("""
+_POINTWISE = names("""
     masked_fill where fill zero copy nan_to_num isfinite isnan isinf softplus gelu mish silu relu relu6 leaky_relu elu celu selu
     hardtanh logsigmoid log_sigmoid square
 """)
-_RESHAPES = _names("view reshape flatten unflatten _unsafe_view unsqueeze squeeze view_as reshape_as")
+_RESHAPES = names("view reshape flatten unflatten _unsafe_view unsqueeze squeeze view_as reshape_as")
 # along a dimension, or several
-_ALONG = _names("""
-    sum mean amax amin prod var std norm linalg_vector_norm logsumexp softmax _softmax log_softmax _log_softmax cumsum cumprod
-    max min argmax argmin topk sort argsort median gather scatter select slice narrow split split_with_sizes chunk unbind cat
-    flip diff all any cosine_similarity var_mean std_mean index_select nansum nanmean count_nonzero fft_fft fft_ifft fft_rfft
-    fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 stack
+_ALONG = SCANS | names("""
+    sum mean amax amin prod var std norm linalg_vector_norm logsumexp max min argmax argmin all any cosine_similarity var_mean
+    std_mean nansum nanmean count_nonzero gather scatter select slice narrow split split_with_sizes chunk unbind cat
+    index_select stack
 """)
-# over the last so many dimensions of (b, channels, ...)
-_WINDOWS = re.compile(r"(?:conv|(?:adaptive_)?(?:avg|max)_pool|upsample_[a-z]+)([123])d")
-_LOSSES = _names("""
+_RESIZES = re.compile(r"upsample_[a-z]+([123])d")  # as windows do
+_LOSSES = names("""
     cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
     binary_cross_entropy_with_logits poisson_nll_loss kl_div hinge_embedding_loss soft_margin_loss cosine_embedding_loss
     margin_ranking_loss multi_margin_loss multilabel_margin_loss triplet_margin_loss
 """)
-_FILLED = _names("zeros ones full new_zeros new_ones new_full zeros_like ones_like full_like")
+_FILLED = names("zeros ones full new_zeros new_ones new_full zeros_like ones_like full_like")
 
 
 def lead(graph: fx.Graph, given: Iterable[fx.Node], outputs: Iterable[fx.Node], batch: Any) -> bool:
@@ -134,7 +128,7 @@ class _Leading:
             return named.get("reduction") == 0
         if name in _ALONG:
             return _goes_along_others(name, named, value(read[0]).dim() + (name == "stack"))
-        if window := _WINDOWS.fullmatch(name):
+        if window := WINDOWS.fullmatch(name) or _RESIZES.fullmatch(name):
             image = node.args[0]  # and no kernel of the examples'
             return read == [image] and value(read[0]).dim() == int(window[1]) + 2
         if name == "pairwise_distance":
@@ -196,10 +190,7 @@ def _is_every_place(index: fx.Node, batch: Any) -> bool:
     return whole and named.get("start", 0) in (0, None) and named.get("step", 1) in (1, None)
 
 
-def _goes_along_others(name: str, named: dict[str, Any], dims: int) -> bool:
-    along = named.get("dim", named.get("dims"))
-    if name == "slice" and along == 0:  # `x[:, 1]` takes all of it first; the sizes have been compared
+def _goes_along_others(name: str, named: dict[str, Any], rank: int) -> bool:
+    if name == "slice" and named["dim"] == 0:  # `x[:, 1]` takes all of it first; the sizes have been compared
         return named.get("start") in (0, None) and named.get("step") == 1
-    if along is None or along == []:
-        return False
-    return 0 not in {d % dims for d in (along if isinstance(along, list | tuple) else [along])}
+    return 0 not in given_dims(named, rank)

@@ -1,4 +1,4 @@
-"""Examples that mix: the operation that mixed them first, and a whole batch in which they do."""
+"""Examples that mix, found by the numbers: the operation that mixed them first, and a whole batch in which they do."""
 
 from __future__ import annotations
 
