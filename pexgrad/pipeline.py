@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from .operator.jacobian import Jacobian, joined
 from .operator.paths import Path, Paths
 from .operator.pullback import Window, find_window
 from .stages.evaluate import Backward, BoundSite, cotangents, way_out
-from .stages.few_examples import alike, draw, still_alike, ways
+from .stages.few_examples import alike, draw, still_alike, ways_to_draw
 from .stages.flow import analyse
 from .stages.layout import Layout
 from .stages.losses import Losses, Outputs, decided
@@ -142,7 +142,7 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
     )
     program = tap(traced, sites, uses, taken)
     with StandStill():
-        few, (layouts, out) = _probed(traced, sites, program, call)
+        few, (layouts, out) = _probed(traced, sites, program, call, ways_to_draw(traced.serves, call))
         outputs = Outputs(traced, layouts.outputs, copied)
         if call.batch > few.batch:
             refuse_mixing_in(Trial(traced, program, call.at_leaves()), layouts.outputs)
@@ -175,24 +175,20 @@ def _trace_serving(model: Bound, call: Call) -> Trace:
 
 
 def _probed(
-    traced: Trace, sites: list[Site], program: Program, call: Call
+    traced: Trace, sites: list[Site], program: Program, call: Call, ways: Sequence[str]
 ) -> tuple[Call, tuple[Layouts, list[Tensor]]]:
-    """A few examples that the model takes, and what they tell."""
-    *others, last = ways(traced.serves, call)
-    for made_up in others:
-        try:
-            few = draw(traced.serves, call, made_up)
-            return few, _layouts(Trial(traced, program, few), sites)
-        except PexgradError:
-            raise
-        except (IndexError, RuntimeError):
-            continue
-    few = draw(traced.serves, call, last)
+    """A few examples that the model takes, made up in one of these ways, and what they tell."""
+    made_up, *others = ways
+    few = draw(traced.serves, call, made_up)
     try:
         return few, _layouts(Trial(traced, program, few), sites)
-    except RuntimeError:  # changed parameters may leave the model's domain: a covariance, probabilities
-        few = few.at(call.params).at_leaves()
-        return few, _layouts(Trial(traced, program, few), sites)
+    except (IndexError, RuntimeError) as e:  # numbers that the model does not take
+        if isinstance(e, PexgradError):
+            raise
+    if others:
+        return _probed(traced, sites, program, call, others)
+    few = few.at(call.params).at_leaves()  # changed parameters may have left its domain: a covariance, probabilities
+    return few, _layouts(Trial(traced, program, few), sites)
 
 
 def _layouts(trial: Trial, sites: list[Site]) -> tuple[Layouts, list[Tensor]]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from oracle import assert_rows_equal, rows_of
 
 import pexgrad
-from pexgrad.stages.ways import Way, Ways
+from pexgrad.stages.loss_ways import Way, Ways
 
 pytestmark = pytest.mark.usefixtures("double")
 

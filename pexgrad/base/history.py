@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 
 def history(t: Tensor, until: Iterable[Any] = ()) -> Iterator[Any]:
@@ -18,6 +19,11 @@ def history(t: Tensor, until: Iterable[Any] = ()) -> Iterator[Any]:
             seen.add(node)
             yield node
             left += [before for before, _ in node.next_functions]
+
+
+def is_through_custom(t: Tensor, until: Iterable[Any] = ()) -> bool:
+    """Whether a custom `autograd.Function` lies behind a value, as far as the nodes of `until`: its backward may do anything."""
+    return any(isinstance(node, BackwardCFunction) for node in history(t, until))
 
 
 def read_from(t: Tensor, params: dict[str, Tensor], until: Iterable[Any] = ()) -> list[str]:

@@ -45,6 +45,11 @@ def differentiable_kernels(wanted: bool) -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH) if wanted else contextlib.nullcontext()
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of autocast; None where it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def without_autocast(device: str) -> Any:
     """Rules compute in the dtypes of what they are given."""
     if not torch.is_autocast_enabled(device):

@@ -37,11 +37,8 @@ _LEVELS: dict[str, Callable[..., float]] = {
 }
 
 
-def _sized(level: float) -> Still:
-    def make(size: Any, *args: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
-        return torch.full(size, level, dtype=dtype, device=device or CPU)
-
-    return make
+def _halves(size: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+    return torch.full(size, 0.5, dtype=dtype, device=device or CPU)
 
 
 def _randperm(n: int, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
@@ -90,8 +87,8 @@ def _normal(
 _STILL: dict[str, Still] = {
     "poisson": lambda x: x.round(),
     "_standard_gamma": lambda x: x.clone(),
-    "rand": _sized(0.5),
-    "randn": _sized(0.5),
+    "rand": _halves,
+    "randn": _halves,
     "randperm": _randperm,
     "randint": _randint,
     "normal": _normal,

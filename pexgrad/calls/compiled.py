@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..base import nested, trees
+from ..base.modes import autocast_dtype
 from ..errors import InputError
 from .results import split
 
@@ -43,12 +44,8 @@ def call(transform: Composable, params: Any, x: Any, y: Any, options: dict[str, 
     """What `transform(params, x, y)` returns, in operations that the compiler can trace."""
     tensors: list[Tensor] = []
     template = _template((params, x, y, options, _state(transform, params)), tensors)
-    device = tensors[0].device.type
-    cast = (
-        str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-        if torch.is_autocast_enabled(device)
-        else ""
-    )
+    dtype = autocast_dtype(tensors[0].device.type)
+    cast = "" if dtype is None else str(dtype).removeprefix("torch.")
     flat = torch.ops.pexgrad.call(tensors, transform._handle, template, cast)
     return transform._of_parts(*split(flat, transform._parts(), _paths(transform._handle, template)))
 

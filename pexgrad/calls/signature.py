@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base import trees
-from ..base.modes import users_modes
+from ..base.modes import autocast_dtype, users_modes
 from ..inputs.call import Call
 from ..inputs.contents import ATOMS, exact
 from ..inputs.rebind import global_hooks
@@ -25,7 +25,7 @@ def signature(call: Call) -> Any:
         tuple((k, b.shape, b.dtype, b.device, _strides(b)) for k, b in call.module.buffers.items()),
         tuple(call.trainable),
         spec, tuple(map(_describe, leaves)), y_spec, tuple(map(_describe, y_leaves)),
-        tuple(map(_autocast, sorted({"cpu", *(p.device.type for p in call.params.values())}))),
+        tuple(map(autocast_dtype, sorted({"cpu", *(p.device.type for p in call.params.values())}))),
         torch.get_default_dtype(), torch.get_default_device(),
         tuple(tuple(map(id, held_by(v))) for v in _around()),
     )  # fmt: skip
@@ -41,10 +41,6 @@ def identified(call: Call) -> list[Any]:
 def _around() -> list[Any]:
     """What of the user's runs beside the model: hooks of all modules, and modes of torch's functions, each new one like it."""
     return [*global_hooks(), *((type(mode), vars(mode)) for mode in users_modes())]
-
-
-def _autocast(device: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _strides(t: Tensor) -> tuple[int, ...] | None:

@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from ..base import trees
 from ..base.compare import TIMES, largest_error, moved
-from ..base.history import history, read_from
+from ..base.history import is_through_custom, read_from
 from ..base.modes import validated
 from ..base.numerics import is_inexact
 from ..errors import LossError, MixedExamplesError
@@ -96,7 +95,7 @@ class ExampleLosses:
         if not mode.are_numbers(value) or not value.is_floating_point():
             raise NotPerExample
         # the code of a custom function has had numbers of all examples in the place of one, and so would its backward
-        if any(isinstance(node, BackwardCFunction) for node in history(value, given)):
+        if is_through_custom(value, given):
             raise NotPerExample
         return value, mode
 

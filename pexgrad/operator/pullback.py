@@ -14,10 +14,9 @@ from types import BuiltinFunctionType
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.autograd.function import BackwardCFunction
 
 from ..base.fakes import is_recorded
-from ..base.history import history
+from ..base.history import is_through_custom
 from ..base.memory import is_injective
 from ..base.nodes import storage, value
 from ..base.numerics import real
@@ -130,7 +129,7 @@ def _overlaps(view: Tensor) -> bool:
 
 def is_linear(derived: Tensor) -> bool:
     """Whether the pullback is known to be linear: torch's own are; a custom `autograd.Function` may do anything, or detach."""
-    return not any(isinstance(node, BackwardCFunction) for node in history(derived))
+    return not is_through_custom(derived)
 
 
 def vjp(

@@ -25,7 +25,7 @@ REPEATED = "repeated"
 MADE_UP = ("scrambled", "noisy", REPEATED)
 
 
-def ways(serves: Callable[[int], bool], call: Call) -> Sequence[str]:
+def ways_to_draw(serves: Callable[[int], bool], call: Call) -> Sequence[str]:
     """Those of `MADE_UP` to try in turn; where there are enough examples they are all the same."""
     return MADE_UP if call.batch < _size(serves, call) else MADE_UP[-1:]
 

@@ -25,8 +25,8 @@ from ..tracing.trace import Trace
 from .few_examples import shrunk, varied
 from .layout import Layout, UntoldError
 from .loss_graph import LossGraph, recorded
+from .loss_ways import Calls, Way, Ways, form
 from .mixing_by_shape import Mixing
-from .ways import Calls, Way, Ways, form
 
 # examples that are compared with the definition where the code of a loss goes another way: in a batch twice as large as any
 # before, of a loss that has no graph, and elsewhere
