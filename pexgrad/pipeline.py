@@ -187,7 +187,8 @@ def _probed(
             raise
     if others:
         return _probed(traced, sites, program, call, others)
-    few = few.at(call.params).at_leaves()  # changed parameters may have left its domain: a covariance, probabilities
+    # changed parameters may have left the model's domain: a covariance, probabilities
+    few = few.at(call.params).at_leaves()
     return few, _layouts(Trial(traced, program, few), sites)
 
 

@@ -16,7 +16,7 @@ DOUBLE, SINGLE, TF32, HALF = 1e-7, 5e-3, 3e-2, 0.1
 
 
 def tolerance(t: Tensor, half: bool = False) -> float:
-    """For numbers like `t`; with `half`, or under autocast, they may have been rounded to half precision on their way."""
+    """The largest relative error that is rounding in numbers like `t`; `half`: some on the way to them were in half precision."""
     if half or is_half(t.dtype) or torch.is_autocast_enabled(t.device.type):
         return HALF
     if t.dtype.to_real() == torch.float64:
@@ -24,28 +24,28 @@ def tolerance(t: Tensor, half: bool = False) -> float:
     return SINGLE if t.device.type == "cpu" else TF32
 
 
-# Rounding may decide on a branch, such as that of a unit which is zero but for rounding: with that the gradient of a layer
-# changes by the share that this unit has in it. Seen in 3 of 150 ResNet-18 on images of 32 x 32, with 0.01 to 0.05. At
-# parameters that are a little different it is another point, while a trace that is wrong is so there too.
+# Rounding may decide a branch: a unit that is zero but for rounding is on in one computation and off in the other, and the
+# gradient of its layer differs by the unit's share of it. Seen in 3 of 150 ResNet-18 on images of 32 x 32, with errors of 0.01
+# to 0.05. At slightly different parameters the unit is on or off in both, while a trace that is wrong is wrong there too.
 _BRANCHES, _NEARBY = 0.3, (0.01, 0.02)
 
 
 def agree_nearby(error: float, agree: Callable[[float], bool]) -> bool:
-    """Whether results that differ by an error which a branch may account for agree where parameters are a small part larger.
+    """Whether an error is small enough for a branch, and gone at parameters that are moved by a small part of themselves.
 
-    `agree` is given the part.
+    `agree(part)` says whether the results agree there.
     """
     return error <= _BRANCHES and any(map(agree, _NEARBY))
 
 
-# Some gradients are rounding and nothing else: computed from parameters that are rounded otherwise they move by a large part
-# of their size (_PART), and yet by little (_ROUNDINGS roundings of one; beyond that, rounding decides on a branch). There, a
-# difference of a few times that move (TIMES) is rounding too. Not in half precision, where a rounding is a large part.
+# Some gradients are nothing but rounding. Where parameters are rounded otherwise, these move by a large part of their size
+# (_PART or more), and yet by little (at most _ROUNDINGS roundings of the number 1: a larger move is that of a branch). For them
+# a difference of a few such moves (TIMES) is rounding too. Not in half precision, where any rounding is a large part.
 _PART, _ROUNDINGS, TIMES = 0.1, 1e4, 30
 
 
 def moved(t: Tensor, part: float) -> Tensor:
-    """`t` with each number changed by that part of it, up and down in turn."""
+    """`t` with its numbers made smaller and larger in turn, each by that part of itself."""
     signs = torch.ones(t.numel(), device=t.device)
     signs[::2] = -1
     return t * (1 + (part * signs.reshape(t.shape)).to(t.dtype))
@@ -68,10 +68,11 @@ def largest_error(
         if got[k].shape != w.shape:
             return k, math.inf
         difference = _distance(got[k], w)
-        if not math.isfinite(difference):  # where numbers are missing on one side they are on the other
+        if not math.isfinite(difference):  # then both have their infinities and NaN in the same places
             if not torch.equal(got[k].isfinite(), w.isfinite()):
                 return k, math.inf
-            difference = _norm(got[k].to(_wide(w)) - w.to(_wide(w)))  # which may be out of the dtype's range
+            # of the finite numbers, whose difference may be out of the range of their own dtype
+            difference = _norm(got[k].to(_wide(w)) - w.to(_wide(w)))
         # a gradient that is zero but for rounding is measured against all gradients together
         scale = max(norms[k], 1e-4 * overall if k else 0.0, 1e-12)
         if rounded is not None and not is_half(w.dtype) and _is_rounding(difference, w, rounded[k]):
@@ -83,7 +84,7 @@ def largest_error(
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether all of its numbers are: their sum tells, unless it leaves the dtype's range by itself."""
+    """Whether all numbers of `x` are finite: where their sum is, they are; else each is looked at, as sums may overflow."""
     return all(bool(p.sum().isfinite()) or bool(p.isfinite().all()) for p in _pieces(x))
 
 
@@ -104,7 +105,7 @@ def _distance(x: Tensor, y: Tensor) -> float:
     return _joined(a - b for a, b in zip(_pieces(x), _pieces(y), strict=True))
 
 
-# elements looked at together: rows of a large model, compared as a whole, would take as much new memory again, twice as wide
+# elements that are compared at a time: for rows of a large model as a whole, a copy in float64 would take twice their memory
 _PIECE = 1 << 20
 
 

@@ -59,7 +59,7 @@ class ClippedGrad(Transform):
             )
 
     def _answer(self, jacobian: Jacobian, *further: Tensor) -> Clipped:
-        jacobian = jacobian.keep()  # what the rows were kept of goes
+        jacobian = jacobian.keep()  # replaced, so that what the kept rows were made of is freed
         weights, norms = self._clipping.weights(jacobian)
         if not further:
             return Clipped(jacobian.vjp(weights), norms, jacobian.losses)

@@ -36,9 +36,9 @@ from ..stages.few_examples import REPEATED, draw
 from ..stages.layout import UntoldError
 from .signature import identified, signature
 
-_OF_A_KIND = 8  # from which on they are worth a warning
-_MOST = 64  # of one signature that are kept
-_AGAIN = 16  # calls that verify a trace again, where there is something left to tell
+_OF_A_KIND = 8  # traces for inputs of one kind that are worth a warning
+_MOST = 64  # traces of one signature that are kept
+_AGAIN = 16  # first calls that verify a trace again, where there is something left to tell
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Untold:
     """The parameters of which a trace's verification has told nothing so far."""
 
     names: frozenset[str]
-    calls: int = 0  # since
+    calls: int = 0  # since that was made
 
     def is_due(self) -> bool:
         """Whether to look again at this call: at the first ones, then ever more rarely."""
@@ -61,7 +61,7 @@ class Traces:
         self._model, self._loss, self._verified, self._owner = model, loss, verified, owner
         self._known: dict[Any, list[Pipeline]] = {}
         self._kept_alive: dict[Any, list[Any]] = {}  # what the keys of _known identify
-        # likewise, by the signatures of single examples that have no trace
+        # likewise, of the signatures of single examples that have no trace
         self._untraced: dict[Any, list[Any]] = {}
         self._untold: WeakKeyDictionary[Pipeline, Untold] = WeakKeyDictionary()
 
@@ -86,7 +86,7 @@ class Traces:
             return pipeline
 
     def or_none(self, call: Call) -> Pipeline | None:
-        """The same, but None for one example where only more of them have a trace: the definition costs no more there."""
+        """The same; None for one example where only larger batches have a trace: the definition costs no more for one."""
         if call.batch == 1 and self._untraced and signature(call) in self._untraced:
             return None
         try:
@@ -110,9 +110,9 @@ class Traces:
             yield
 
     def _is_right_again(self, pipeline: Pipeline, call: Call, known: list[Pipeline]) -> bool:
-        """Whether a trace serves this call by what its verification says, while there are parameters of which none has told.
+        """Whether a trace passes on this call too, where its verification so far has told nothing of some parameters.
 
-        So a first batch that weighs nothing, or that no unit answers to, does not let a wrong trace pass.
+        So a wrong trace does not pass for good by a first batch whose weights are zero, or at which every unit is off.
         """
         untold = self._untold.get(pipeline)
         if untold is None or not call.batch or not untold.is_due():
@@ -123,17 +123,17 @@ class Traces:
                 untold.names &= verify(pipeline, self._model, self._loss, call, few)
         except PexgradError as e:
             known.remove(pipeline)
-            if isinstance(e, UntoldError):  # this call can tell
+            if isinstance(e, UntoldError):  # a trace that is made with this call can tell
                 return False
             raise
-        except Exception:  # noqa: BLE001 - out of the model's domain, at parameters that are a little different: nothing is told
+        except Exception:  # noqa: BLE001 - slightly different parameters may be outside the model's domain: nothing is told
             return True
         if not untold.names:
             del self._untold[pipeline]
         return True
 
     def _warn_of_changes(self, key: Any) -> None:
-        """Warn where the same inputs have been traced again and again, for something else that has changed."""
+        """Warn where inputs of one kind have been traced again and again, because something else has changed."""
         others = [k for k, known in self._known.items() if known and k[1:] == key[1:]]
         if len(others) == _OF_A_KIND:
             warnings.warn(
@@ -175,7 +175,7 @@ class Traces:
             torch.enable_grad(),
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore")  # the model's own, given before
+            warnings.simplefilter("ignore")  # the model's, which have been given before
             try:
                 self._loss.loss(self._model.run(params, call.x), call.y)
             except Exception:

@@ -89,7 +89,7 @@ class Transform(Composable):
                 return LOOPS[self._loop](self._model, self._loss, at, o.create_graph)
             try:
                 return pipeline.jacobian(at, o)
-            except UntoldError:  # this call can tell
+            except UntoldError:  # a trace that is made with this call can tell
                 return self._traces.anew(pipeline, call).jacobian(at, o)
 
     def _run(self, call: Call, pipeline: Pipeline | None = None) -> Any:

@@ -1,8 +1,8 @@
 """A transform of one input signature as one flat graph: forward, cotangents and rules, with no autograd inside.
 
 The eager call runs once on fake tensors while `make_fx` writes down every ATen operation, those of the backward
-included. Operations in place go by a second pass under functionalisation, and `make_portable` replaces what else stands in
-the way of running the graph elsewhere.
+included. A second pass, under functionalisation, takes away operations in place, and `make_portable` replaces what else stands
+in the way of running the graph elsewhere.
 
 The batch size stays symbolic where the model's loss and rules work on the whole batch at once. Where something loops over
 examples (a loss written for one example, the fallback for an operation without a rule), the graph is for one batch size.
@@ -57,7 +57,7 @@ aten = torch.ops.aten
 Answer = Callable[..., Any]
 
 
-_LARGEST = 1 << 12  # conditions on a batch size that no code of this size meets do not occur
+_LARGEST = 1 << 12  # a graph that serves this batch size is taken to serve all larger ones
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ def lower(
 ) -> Lowered:  # fmt: skip
     """The graph of a call, for every batch size if that is wanted and possible and for this one if not.
 
-    `further` are (B, ...) tensors that the answer takes, and the graph after all others.
+    `further` are (B, ...) tensors that the answer takes beside the Jacobian: the graph's last inputs.
     """
     if options.create_graph:
         _refuse_stop_gradients(pipeline)
@@ -140,7 +140,7 @@ class _Recording:
         mode, env = symbolic_mode(_Fakes)
         fakes = self._fakes(mode, symbolic)
         batch = fakes[-1].shape[0]
-        symbol = expression(batch) if symbolic else None  # read before anything may fix it
+        symbol = expression(batch) if symbolic else None  # read now: the recording may fix it
         found: dict[str, Any] = {}
 
         def run(*flat: Tensor) -> list[Tensor]:
@@ -157,7 +157,7 @@ class _Recording:
             reshape_views(module.graph)
             module.recompile()
             functional = dispatch_functionalize(module, FunctionalTensorMode())
-            # derivatives are in the graph by now, and what the model did without autograd no longer says so
+            # detached: derivatives are in the graph by now, and it no longer says where autograd was off
             module = _make_graph(functional, [t.detach() for t in fakes])
         make_portable(module.graph, differentiable=self.options.create_graph)
         copy_what_is_read_by_strides(module.graph)
@@ -177,15 +177,16 @@ class _Recording:
         ]
 
     def takes_none(self, lowered: Lowered) -> Lowered:
-        """The same, for one example at least where it fails on none: that operations take no empty tensors is in no guard."""
+        """The same; for one example at least where it fails on none, as no guard says that an operation takes no empty tensor."""
         if not isinstance(lowered.batch, Guards) or not lowered.serves(0):
             return lowered
         try:
             with StandStill():
                 lowered.module.forward(*self.call.examples(0, 0).flat(), *(t[:0] for t in self.further))
-        except Exception:  # noqa: BLE001 - whatever an operation says of nothing
+        except Exception:  # noqa: BLE001 - operations raise what they like
             symbol, conditions = lowered.batch.batch, lowered.batch.conditions
-            some = sympy.Ge(symbol, 1, evaluate=False)  # which a symbol for a size is taken to be
+            # not evaluated: sympy takes the symbol of a size for a positive number, of which this is always true
+            some = sympy.Ge(symbol, 1, evaluate=False)
             return replace(lowered, batch=Guards(symbol, (*conditions, some)))
         return lowered
 
@@ -204,7 +205,7 @@ class _Recording:
             want = self.answer(self.pipeline.jacobian(at.at_leaves(), self.options), *self.further)
             try:
                 got = lowered.run([*at.flat(), *self.further])
-            except Exception as e:  # that an operation of its has no derivative, where one may be asked for
+            except Exception as e:  # an operation in it has no derivative, say
                 raise TraceError(
                     f"the flat graph of this call does not run: {type(e).__name__}: {first_line(e)}; call the function itself"
                 ) from e
@@ -252,11 +253,11 @@ def _batchwise(conv_rule: str) -> str:
 
 
 def _unflat(flat: Sequence[Tensor], call: Call, batch: Any) -> Call:
-    """The other way round from `Call.flat`."""
+    """The call with these tensors, in the order of `Call.flat`, in the place of its own."""
     left = iter(flat)
     params = {k: next(left) for k in call.params}
     buffers = [next(left) for _ in call.buffers]
-    # positional and keyword arguments as one tuple: the pipeline reads no more than its tensors
+    # positional and keyword arguments as one tuple: the pipeline reads nothing but the tensors in it
     x, y = (trees.map_tensors(lambda _: next(left), tree) for tree in (trees.as_call(call.x), call.y))
     return replace(call, params=params, buffers=buffers, x=x, y=y, batch=batch)
 
@@ -292,7 +293,7 @@ def _refuse_stop_gradients(pipeline: Pipeline) -> None:
 
 
 def _has_its_own_derivative(node: fx.Node) -> bool:
-    """Whether autograd's own derivative of the operation is what the graph will have."""
+    """Whether autograd's own derivative of the operation is the right one: a user's function may have another."""
     if node.op != "call_function" or isinstance(node.target, OpOverload) or node.target in OURS:
         return True
     return getattr(node.target, "__module__", "") in ("_operator", "torch", "math", "torch._C")

@@ -23,7 +23,8 @@ from ..factors._base import slices
 from .paths import Path
 from .pullback import Window, is_linear, jvp, vjp, vjp_rows
 
-# of the squared norms of the uses of a parameter, the part below which that of their sum is computed from rows
+# Uses of a parameter may cancel: where the squared norm of their sum is less than this part of the sum of their squared norms,
+# most of it is rounding, and it is computed from rows instead.
 CANCELLED = 1e-2
 
 
@@ -38,7 +39,7 @@ class Term:
     paths: tuple[Path, ...] = ()  # on which the factor may go on to the parameters
 
     def along_paths(self, values: Mapping[fx.Node, Any]) -> list[Term]:
-        """Terms of the parameters themselves, where the factor stays a factor on the way to each; else the same."""
+        """Terms of the parameters themselves, where the factor stays a factor on the way to each; else this one."""
         if self.window is not None or not self.paths:
             return [self]
         found = []
@@ -51,7 +52,7 @@ class Term:
 
     @property
     def goes_by_rows(self) -> bool:
-        """Whether sums of rows may not be pulled back in one, because the pullback may not be linear."""
+        """Whether each row is pulled back by itself, and never a sum of them: the pullback may not be linear."""
         return self.window is None and not is_linear(self.value)
 
     def take(self, s: slice) -> Term:
@@ -89,7 +90,7 @@ class Component:
         return full if out is None else {k: out[k].copy_(r) for k, r in full.items()}
 
     def _of_whole(self) -> list[Factor] | None:
-        """The factors, where each is of one parameter as it is; None where some are of parts, or of other values."""
+        """The factors, where all are of one parameter as it is; None where one is of a part, or of another value."""
         windows = self.windows() or {}
         return next(iter(windows.values())) if [w.whole for w in windows] == [True] else None
 
@@ -180,7 +181,7 @@ class Component:
         if not across:
             return {name: parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)}
         squares, sq = torch.stack(parts).sum(0), torch.stack(parts + across).sum(0)
-        if not is_recorded(sq) and bool((sq < CANCELLED * squares).any()):  # most of it is rounding
+        if not is_recorded(sq) and bool((sq < CANCELLED * squares).any()):
             return self._sq_norms_by_rows()
         return {name: sq}
 
@@ -236,7 +237,7 @@ class Component:
 
 
 def _sums(parts: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Those of one name, added up one at a time."""
+    """name -> the sum of the parts of that name, added up one at a time."""
     found: dict[str, Tensor] = {}
     for k, part in parts:
         found[k] = found[k] + part if k in found else part
@@ -253,7 +254,7 @@ def _upright(term: Term, p: Tensor) -> tuple[Window, Factor]:
     turned = window.size == tuple(p.shape[::-1]) and window.stride == tuple(p.stride()[::-1])
     if window.whole or p.dim() != 2 or not turned or not isinstance(factor, Outer) or factor.g.shape[2] != 1:
         return window, factor
-    if (factor.g.shape[3], factor.x.shape[3]) != window.size:  # of its rows and columns in another way
+    if (factor.g.shape[3], factor.x.shape[3]) != window.size:  # not its rows and columns
         return window, factor
     swapped = replace(factor, g=factor.x, x=factor.g, shape=tuple(p.shape))
     return Window.identity(window.param, p), swapped

@@ -1,4 +1,4 @@
-"""From the tensors of a graph's output to the losses of a batch; in which way is decided on a few examples, once."""
+"""From the tensors of a graph's output to the losses of a batch: by which way is decided once, on a few examples."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .loss_graph import LossGraph, recorded
 from .loss_ways import Calls, Way, Ways, form
 from .mixing_by_shape import Mixing
 
-# examples that are compared with the definition where the code of a loss goes another way: in a batch twice as large as any
-# before, of a loss that has no graph, and elsewhere
+# examples that are compared with the definition where the code of a loss goes a way that is not known: of a loss without a
+# graph, in a batch at least twice as large as any before, and else
 _MANY, _FEW = 256, 4
 
 
@@ -75,13 +75,13 @@ class Outputs:
 
 @dataclass(eq=False)
 class Reductions:
-    """What a loss of one number is made of, in which each example gets its own."""
+    """What a loss of one number is made of, where the reductions in it can be taken for each example."""
 
     code: Snapshot
     graph: LossGraph
     ways: list[list[Step]]  # the steps that it may go by
     sizes: Sizes
-    coefficients: list[Any]  # those for which example 0 alone has had the same
+    coefficients: list[Any]  # the latest that were the same for example 0 alone
 
     def are_of(self, loss: ExampleLosses, batch: Any) -> bool:
         """Whether the loss is still made of the same, for a batch of that size; coefficients may change."""
@@ -128,7 +128,7 @@ class Losses:
         gone = (form(losses, given), *calls.functions)
         known = ways.get(gone)
         way = known or self._new_way(ways, tensors, y)
-        by_numbers = calls.read_numbers and way.graph is None  # which are others in another batch
+        by_numbers = calls.read_numbers and way.graph is None  # other numbers in every batch
         if known is None or by_numbers or not way.covers(batch) or not way.together:
             _refuse_written(tensors, versions)
         if known is None or by_numbers or not way.covers(batch):
@@ -149,7 +149,7 @@ class Losses:
             self.loss.refuse_mixing(together, self.outputs.copies(tensors, y, batch), min(batch, first))
 
     def _of_reductions(self, output: Any, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor | None:
-        """None where the loss is of another kind, or has gone another way: where a coefficient leads it, a batch may fail."""
+        """None where the loss is of another kind, fails, or goes a way that is not known, as a coefficient may let it."""
         if (known := self.reductions) is None or not known.are_of(self.loss, batch):
             return None
         versions = [t._version for t in tensors]
@@ -162,7 +162,7 @@ class Losses:
         return None
 
     def _same_alone(self, known: Reductions, mode: OverExamples, first: list[Tensor], y: Any) -> bool:
-        """Whether coefficients that have changed are no numbers made of the size of the batch."""
+        """Whether coefficients that have changed are not made of the size of the batch: example 0 alone has the same."""
         if mode.coefficients != known.coefficients:
             with torch.no_grad(), StandStill(), preserved(self.loss.loss):
                 of_first = self.outputs.whole(first), trees.examples(y, 0, 1)
@@ -184,7 +184,7 @@ class Losses:
         return self._of_torch(output, y) is not None or (together and type(output) is Tensor)
 
     def mixing(self) -> Mixing | None:
-        """What a loss that takes batches looks at of a whole one, as far as its code has a graph."""
+        """Where a loss that takes batches looks at all examples, as far as its code has a graph."""
         return None if self.ways is None or self.ways.graph is None else self.ways.graph.mixing()
 
 
@@ -197,7 +197,7 @@ def _refuse_written(tensors: Sequence[Tensor], versions: list[int]) -> None:
 
 
 def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], few: Call) -> Losses:
-    """The way that the losses of a model's output are computed, from the output for a few examples."""
+    """How the losses of a model's output are to be computed, by what the output for a few examples tells."""
     by_example = Losses(loss, outputs)
     tensors, y = [t.detach() for t in tensors], few.y
     if any(outputs.copied) or few.batch < 2 or by_example._of_torch(outputs.whole(tensors), y) is not None:
@@ -243,10 +243,10 @@ def _graph(losses: Any, outputs: Outputs, tensors: Sequence[Tensor], y: Any) -> 
 def _reduced(
     loss: ExampleLosses, outputs: Outputs, tensors: list[Tensor], few: Call
 ) -> Losses | Literal[False] | None:
-    """By reductions that give each example its own number, for every batch size; False where there are none.
+    """Losses by reductions that give each example its own number, for every batch size; False where there are none.
 
-    None where these outputs do not tell. They are changed ones, in which no two numbers are alike: those of a model that has
-    learned nothing yet tell nothing.
+    None where these outputs do not tell. They are changed ones, in which no two numbers are alike: a model that has learned
+    nothing yet may give all examples the same.
     """
     y, batch, sizes = few.y, few.batch, Sizes()
 
