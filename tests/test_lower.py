@@ -346,6 +346,22 @@ def test_rows_can_be_differentiated_with_create_graph():
     assert_same(derivative(graph), derivative(fn))
 
 
+def test_autocast_inside_the_model_is_no_change_of_gradients():
+    def model(p, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            h = torch.tanh(x @ p["u"])
+        return h.float() @ p["v"]
+
+    params = {k: torch.randn(4, 4, dtype=torch.float, requires_grad=True) for k in ("u", "v")}
+    x, y = torch.randn(5, 4, dtype=torch.float), torch.tensor([0, 1, 2, 0, 1])
+    fn = pexgrad.per_example_grad(model, create_graph=True)
+    got, want = (
+        torch.autograd.grad(sum(r.square().sum() for r in of(params, x, y).values()), list(params.values()))
+        for of in (fn.lower(params, x, y), fn)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_a_graph_that_would_forget_a_stopped_gradient_is_refused():
     def gated(p, x):
         return (x @ p["w"]) * (x @ p["w"]).detach()
