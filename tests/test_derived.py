@@ -235,3 +235,114 @@ def test_code_of_any_length(steps):
     J = pexgrad.per_example_jacobian(model)(params, x, y)
     assert all(t.window is not None for t in J.terms) == (steps == 3)
     assert_rows_equal(J.rows(), pexgrad.per_example_grad(model, strategy="naive")(params, x, y), tol=1e-4)
+
+
+def centred(p, x):
+    return F.linear(x, p["w"] - p["w"].mean(1, keepdim=True))
+
+
+def differences(p, x):
+    return F.linear(x[:, 0], p["w"]) - F.linear(x[:, 1], p["w"])
+
+
+def differences_of_images(p, x):
+    h = F.conv2d(x.unflatten(2, (4, 2, 2)).flatten(0, 1), p["k"], padding=1).unflatten(0, x.shape[:2])
+    return (h[:, 0] - h[:, 1]).flatten(1)
+
+
+@pytest.mark.parametrize("model", [centred, differences, differences_of_images])
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+def test_squares_of_what_all_but_cancels(model, offset):
+    """Norms, inner products and graphs take the rows: sums of large inner products would be rounding."""
+    torch.manual_seed(0)
+    params = {"w": torch.randn(6, 16), "k": torch.randn(16, 4, 3, 3)}
+    x = torch.randn(3, 16) if model is centred else torch.randn(3, 1, 16) + 0.1 * torch.randn(3, 2, 16)
+    x, loss = x + offset, lambda out, y: out.sum(1) if model is centred else out.cos().sum(1)
+    norms, J = (
+        pexgrad.per_example_grad_norm(model, loss),
+        pexgrad.per_example_jacobian(model, loss)(params, x),
+    )
+    rows = torch.cat([r.flatten(1).double() for r in J.rows().values()], 1)
+    want = rows.norm(dim=1)
+    found = {
+        "norms": norms(params, x),
+        "clipped": pexgrad.clipped_grad(model, loss, max_norm=1.0)(params, x).norms,
+    }
+    if model is centred:  # of uses that lie in several factors
+        found |= {"graph": norms.lower(params, x)(params, x, None), "gram": J.gram().diagonal().sqrt()}
+    for name, got in found.items():
+        torch.testing.assert_close(
+            got.double(), want, rtol=1e-3, atol=0, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32]
+)
+@pytest.mark.parametrize("of", ["divided by it", "dividing it", "scaled by it"])
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+def test_constants_of_any_dtype(dtype, of, precision):
+    torch.manual_seed(0)
+    c = torch.randint(1, 9, (3, 4)).to(dtype)
+    weights = {
+        "divided by it": lambda w: w / c,
+        "dividing it": lambda w: c / w,
+        "scaled by it": lambda w: w * c,
+    }
+    params, x = {"w": torch.rand(3, 4, dtype=precision) + 0.5}, torch.randn(5, 4, dtype=precision)
+    got, want = (
+        pexgrad.per_example_grad(
+            lambda p, x: F.linear(x, weights[of](p["w"])), lambda o, y: o.sin().sum(1), strategy=s
+        )(params, x)
+        for s in ("crb", "naive")
+    )
+    torch.testing.assert_close(
+        got, want, rtol=16 * torch.finfo(precision).eps, atol=16 * torch.finfo(precision).eps
+    )
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda w: w.masked_fill(w > 0, 0), torch.relu, torch.tril, lambda w: w.clamp(-0.1, 0.1)]
+)
+def test_masks_hide_what_is_no_number(cut):
+    model = lambda p, x: torch.nan_to_num(F.linear(x, cut(p["w"])))  # noqa: E731
+    params, x = (
+        {"w": torch.linspace(-1, 1, 12).reshape(3, 4)},
+        torch.tensor([[1.0, 2.0, 3.0, 4.0], [1.0, torch.inf, 0.5, 1.0]]),
+    )
+    got, want = (
+        pexgrad.per_example_grad(model, lambda o, y: o.sin().sum(1), strategy=s)(params, x)["w"]
+        for s in ("crb", "naive")
+    )
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+@pytest.mark.parametrize(
+    "of",
+    [
+        F.normalize,
+        lambda w: F.normalize(w, dim=0),
+        lambda w: w - w.mean(1, keepdim=True),
+        lambda w: w - w.sum(),
+    ],
+)
+def test_weights_without_numbers(of, shape):
+    params, x = {"w": torch.randn(shape)}, torch.randn(5, shape[1])
+    fn = pexgrad.per_example_grad(lambda p, x: F.linear(x, of(p["w"])), lambda o, y: o.sin().sum(1))
+    assert fn(params, x)["w"].shape == (5, *shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("offset", [0, 5])
+def test_norms_of_centred_convolutions_in_half_precision(dtype, offset):
+    torch.manual_seed(0)
+
+    def model(p, x):
+        return F.conv2d(x, p["k"] - p["k"].mean((1, 2, 3), keepdim=True), padding=1).flatten(1)
+
+    params, x = {"k": torch.randn(16, 16, 3, 3, dtype=dtype)}, (torch.randn(3, 16, 2, 2) + offset).to(dtype)
+    J = pexgrad.per_example_jacobian(model, lambda out, y: out.float().sin().sum(1))(params, x)
+    want = J.rows()["k"].float().flatten(1).norm(dim=1)
+    torch.testing.assert_close(J.norms(), want, rtol=5e-3, atol=0)
+    torch.testing.assert_close(J.gram().diagonal().sqrt(), want, rtol=5e-3, atol=0)

@@ -58,6 +58,12 @@ def product(x: Tensor, weights: Tensor) -> Tensor:
     return (wide * weights.to(wide.dtype)).to(x.dtype)
 
 
+def in_range(x: Tensor) -> Tensor:
+    """`x` in float64 where the device has it: the squares of its numbers leave no range."""
+    least = torch.float32 if x.device.type == "mps" else torch.float64
+    return x.to(torch.promote_types(x.dtype, least))
+
+
 def multiple(x: Tensor, m: Tensor) -> Tensor:
     """`x` times `m`; where that is a mask, zero outside of it, also where x is no number there."""
     return torch.where(m, x, 0) if m.dtype == torch.bool else x * m

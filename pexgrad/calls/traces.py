@@ -179,6 +179,7 @@ class Traces:
             try:
                 self._loss.loss(self._model.run(params, call.x), call.y)
             except Exception:
+                # a loss of one number need not take a batch: what counts is what the definition does
                 for b in range(call.batch):
                     one = call.examples(b, b + 1)
                     self._loss.loss(self._model.run(params, one.x), one.y)

@@ -7,8 +7,10 @@ Axes: b batch, t positions, then the operand's own. For a factor with rows G (b,
     weighted_sum   sum_b w_b G_b
     sum_squares    sum_b |G_b|^2, elementwise
     dot            <G_b, v>
+    dots_along     <G_b, v> of each slice along a dimension
     inner          <G_b, H_b> with another factor's rows H
     gram           <G_b, H_c>
+    scaled         m G_b, elementwise, as a factor
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 # what a default may materialise at a time: small against any model, large enough to be efficient
 PIECE_BYTES = 1 << 23
+# of the squared norms of what rows are sums of, the part below which those of the rows are taken of the rows themselves: sums of
+# inner products, which cancel then, would be rounding
+CANCELLED = 1e-2
 # rows on either side of a product of all with all, for which they are built again and again
 BLOCK_BYTES = 1 << 26
 
@@ -44,6 +49,7 @@ class Factor(ABC):
     # the fields that hold tensors (b, ...); one may be None, but not the first
     tensors: ClassVar[tuple[str, ...]]
     adds_in_place: ClassVar[bool] = False  # whether `add_to` builds no rows
+    is_replayed: ClassVar[bool] = False  # whether it is the fallback, which has no tensors of its own
 
     @abstractmethod
     def rows(self, out: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..base.fakes import is_recorded
 from ..base.numerics import accumulable, square
+from ._base import CANCELLED
 
 
 def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,6 +29,19 @@ def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return g * _fit(m, g), x / _fit(m, x)
 
 
+def cancels(sq: Tensor, squares: Tensor) -> bool:
+    """Whether a sum's squared norms (b,) are so much less than those of its parts that inner products of these are rounding."""
+    return _may_look(sq) and bool((sq < CANCELLED * squares).any())
+
+
+def sizes(v: Tensor) -> Tensor:
+    """(b, t, h): the norms of v (b, t, h, ...)."""
+    dims = tuple(range(3, v.dim()))
+    if all(v.stride(i) != 1 for i in dims):  # the norm of what lies apart in memory takes five times as long
+        return square(accumulable(v)).sum(dims).sqrt()
+    return torch.linalg.vector_norm(v, dim=dims, dtype=accumulable(v[:0]).dtype)
+
+
 def _may_look(g: Tensor) -> bool:
     """Whether numbers are there to decide by, and looking at them takes no synchronisation."""
     return g.device.type == "cpu" and not is_recorded(g)
@@ -35,21 +49,13 @@ def _may_look(g: Tensor) -> bool:
 
 def _in_range(v: Tensor) -> bool:
     """Whether the squares of v (b, t, h, ...) and their sums lose nothing; exact zeros have nothing to lose."""
-    sizes = _sizes(v.detach())
-    if not sizes.numel():
+    lengths = sizes(v.detach())
+    if not lengths.numel():
         return True
     # 2^55 in float32, of 2^128: their squares, and those of numbers a hundred times smaller, are normal numbers
-    limit = torch.finfo(sizes.dtype).max ** 0.43
-    least, most = (n.item() for n in sizes.aminmax())
-    return most < limit and (least > 1 / limit or not v[sizes <= 1 / limit].any())
-
-
-def _sizes(v: Tensor) -> Tensor:
-    """(b, t, h): the norms of v (b, t, h, ...)."""
-    dims = tuple(range(3, v.dim()))
-    if all(v.stride(i) != 1 for i in dims):  # the norm of what lies apart in memory takes five times as long
-        return square(accumulable(v)).sum(dims).sqrt()
-    return torch.linalg.vector_norm(v, dim=dims, dtype=accumulable(v[:0]).dtype)
+    limit = torch.finfo(lengths.dtype).max ** 0.43
+    least, most = (n.item() for n in lengths.aminmax())
+    return most < limit and (least > 1 / limit or not v[lengths <= 1 / limit].any())
 
 
 def _largest(v: Tensor) -> Tensor:

@@ -12,10 +12,20 @@ import torch
 from torch import Tensor
 
 from ..base.fakes import is_recorded
-from ..base.numerics import accumulable, channels_last, dots, gather, into, may_write, multiple, weighted_pair
+from ..base.numerics import (
+    accumulable,
+    channels_last,
+    dots,
+    gather,
+    into,
+    may_write,
+    multiple,
+    square,
+    weighted_pair,
+)
 from . import choice
 from ._base import BLOCK_BYTES, PIECE_BYTES, Factor
-from .balance import balance
+from .balance import balance, cancels
 from .convolving import Geometry, convolve, grouped, joint, lower, unfold, weight_gradient, window_gram
 from .norm_cost import GRAM, NormCost, of_convolution
 from .outer import Outer
@@ -79,9 +89,9 @@ class Conv(Factor):
         return replace(wide, g=multiple(wide.g, m.reshape(-1, *[1] * (wide.g.dim() - 3))))
 
     def dots_along(self, m: Tensor, dim: int) -> Tensor | None:
-        if dim != 0 or self.norm_cost().way != GRAM:  # from there on rows cost less
+        if dim != 0 or self.norm_cost().way != GRAM:  # else its rows cost less
             return None
-        x = self.x.flatten(0, 1)
+        x = accumulable(self.x.flatten(0, 1))
         if not m.stride(1):  # the same for all channels, which may be added up before
             x, m = x.unflatten(1, (self.geometry.groups, -1)).sum(2), m[:, :1]
         y = convolve(x, m.to(x.dtype), self.geometry)
@@ -123,7 +133,17 @@ class Conv(Factor):
         if self.norm_cost().way != GRAM:
             return super().sq_norms()
         own = self.balanced()
-        return own.inner(own)
+        sq = own.inner(own)
+        return super().sq_norms() if cancels(sq, own._squares_of_positions()) else sq
+
+    def _squares_of_positions(self) -> Tensor:
+        """(b,): the sum over positions of |g|^2 |window of x|^2."""
+        groups, kernel = self.geometry.groups, self.geometry.kernel
+        g, x = (
+            square(accumulable(v)).flatten(0, 1).unflatten(1, (groups, -1)).sum(2) for v in (self.g, self.x)
+        )
+        windows = convolve(x, x.new_ones(groups, 1, *kernel), self.geometry)
+        return (g * windows).unflatten(0, self.g.shape[:2]).flatten(1).sum(1)
 
     def _inner(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Conv) or other.geometry != self.geometry:
@@ -158,7 +178,8 @@ class Conv(Factor):
         return positions * self.geometry.groups * prod(self.shape[1:]) * self.x.dtype.itemsize
 
     def dot(self, v: Tensor) -> Tensor:
-        y = convolve(self.x.flatten(0, 1), v.conj().to(self.x.dtype), self.geometry)
+        x = accumulable(self.x.flatten(0, 1))
+        y = convolve(x, v.conj().to(x.dtype), self.geometry)
         return dots(y.reshape(self.g.shape), self.g.conj())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ class Replay(Factor):
     dtype: torch.dtype
 
     tensors = ()
+    is_replayed = True
 
     @property
     def batch(self) -> int:

@@ -1,4 +1,4 @@
-"""Fixed numbers, of which those at one place of a dimension are times a number of the example's: G[b, o, i] = p[b, o] m[o, i].
+"""Fixed numbers m, of which each line along a dimension is multiplied by one number of the example: G[b, o, i] = p[b, o] m[o, i].
 
 What a norm, a mean or a variance of each line of a weight adds to its gradient. With that of the weight as it is used, an outer
 factor, it has inner products in closed form, <p[b, o] m[o], sum_t g[b, t, o] x[b, t]> = p[b, o] sum_t g[b, t, o] <m[o], x[b, t]>.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..base.numerics import accumulable, into, multiple, square
+from ..base.numerics import accumulable, in_range, into, multiple, square
 from ._base import Factor
 
 
@@ -38,7 +38,7 @@ class Lines(Factor):
 
     def _placed(self, p: Tensor) -> Tensor:
         """(b, *shape), but for what is repeated, from p (b, n)."""
-        return p.reshape(-1, *(p.shape[1] if d == self.dim else 1 for d in range(self.m.dim())))
+        return p.reshape(p.shape[0], *(p.shape[1] if d == self.dim else 1 for d in range(self.m.dim())))
 
     def scaled(self, m: Tensor) -> Lines:
         return replace(self, m=multiple(accumulable(self.m), m))
@@ -50,7 +50,8 @@ class Lines(Factor):
         return "products of norms"
 
     def sq_norms(self) -> Tensor:
-        return square(self._wide) @ self._sums(square(accumulable(self.m)))
+        squares = square(in_range(self.p)) @ self._sums(square(in_range(self.m)))
+        return squares.to(self._wide.dtype)
 
     @property
     def _wide(self) -> Tensor:
@@ -59,17 +60,19 @@ class Lines(Factor):
     def _sums(self, v: Tensor) -> Tensor:
         """(n,): the sums of v (*shape) at each place of the dimension."""
         v = v.reshape(1, -1) if self.dim is None else v.movedim(self.dim, 0).flatten(1)
-        return v.sum(1).to(self._wide.dtype)
+        return v.sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         p = (weights.to(self._wide.dtype) @ self._wide).unsqueeze(0)
         return (self._placed(p)[0] * self.m).to(self.dtype)
 
     def dot(self, v: Tensor) -> Tensor:
-        return self._wide @ self._sums(accumulable(self.m) * accumulable(v))
+        return self._wide @ self._sums(accumulable(self.m) * accumulable(v)).to(self._wide.dtype)
 
     def dots_along(self, m: Tensor, dim: int) -> Tensor | None:
-        return self._wide * self._sums(accumulable(self.m) * accumulable(m)) if self.dim == dim else None
+        if self.dim != dim:
+            return None
+        return self._wide * self._sums(accumulable(self.m) * accumulable(m)).to(self._wide.dtype)
 
     def _inner(self, other: Factor) -> Tensor | None:
         along = self._along(other)

@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from ..base.numerics import accumulable, into, is_half, is_inexact, may_write, multiple, square
+from ..base.numerics import accumulable, in_range, into, is_half, is_inexact, may_write, multiple, square
 from ._base import Factor
 from .conv import Conv
 from .norm_cost import NormCost
@@ -26,7 +26,7 @@ def scaled(factor: Factor, m: Tensor) -> Factor:
     own = factor.scaled(m)
     if own is not None:
         return own
-    m = m if is_inexact(m) else m.to(factor.dtype)
+    m = m if is_inexact(m) or m.dtype == torch.bool else m.to(factor.dtype)
     return Multiple(factor, accumulable(m).expand(factor.shape))
 
 
@@ -35,7 +35,7 @@ class Multiple(Factor):
     """Masked weights, elementwise functions of weights."""
 
     factor: Factor
-    m: Tensor  # (*shape), of no example
+    m: Tensor  # (*shape), of no example: numbers, or a mask
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -44,10 +44,6 @@ class Multiple(Factor):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.factor.dtype
-
-    @property
-    def tensors(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.factor.tensors
 
     @property
     def numbers(self) -> Tensor:
@@ -72,14 +68,16 @@ class Multiple(Factor):
         return replace(self, factor=self.factor.balanced())
 
     def scaled(self, m: Tensor) -> Multiple:
-        return replace(self, m=multiple(self.m, m))
+        return replace(self, m=multiple(self.m, m) if self.m.dtype != torch.bool else multiple(m, self.m))
 
     def rows(self, out: Tensor | None = None) -> Tensor:
         if is_half(self.dtype):
-            return into(out, (self.factor.widened().rows() * self.m).to(self.dtype))
+            return into(out, multiple(self.factor.widened().rows(), self.m).to(self.dtype))
         rows = self.factor.rows(out)
         own = rows is out or isinstance(self.factor, Outer | Conv)  # and nobody else's
-        return rows.mul_(self.m) if own and may_write(rows, self.m) else into(out, rows * self.m)
+        if not own or not may_write(rows, self.m):
+            return into(out, multiple(rows, self.m))
+        return rows.masked_fill_(~self.m, 0) if self.m.dtype == torch.bool else rows.mul_(self.m)
 
     def algorithm(self) -> str:
         return self.factor.algorithm()
@@ -92,16 +90,16 @@ class Multiple(Factor):
         return _squares(self.factor, self.m) if _is_product(self.factor) else super().sq_norms()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return (self.factor.widened().weighted_sum(weights) * self.m).to(self.dtype)
+        return multiple(self.factor.widened().weighted_sum(weights), self.m).to(self.dtype)
 
     def sum_squares(self) -> Tensor:
-        return self.factor.sum_squares() * square(self.m)
+        return multiple(self.factor.sum_squares(), self.m if self.m.dtype == torch.bool else square(self.m))
 
     def dot(self, v: Tensor) -> Tensor:
-        return self.factor.dot(self.m.conj() * accumulable(v))
+        return self.factor.dot(multiple(accumulable(v), self.m.conj()))
 
     def dots_along(self, m: Tensor, dim: int) -> Tensor | None:
-        return self.factor.dots_along(self.m * accumulable(m), dim)
+        return self.factor.dots_along(multiple(accumulable(m), self.m), dim)
 
 
 def _is_product(factor: Factor) -> TypeGuard[Outer]:
@@ -111,9 +109,8 @@ def _is_product(factor: Factor) -> TypeGuard[Outer]:
 def _squares(outer: Outer, m: Tensor) -> Tensor:
     """(b,): of outer products of one position times m, in float64, whose range does as well as balancing."""
     own = accumulable(outer.g[:0]).dtype
-    wide = torch.promote_types(own, torch.float32 if outer.g.device.type == "mps" else torch.float64)
-    if wide == own:
+    if in_range(outer.g[:0]).dtype == own:
         outer = outer.balanced()
-    g, x = (square(v[:, 0].to(wide)).movedim(1, 0) for v in (outer.g, outer.x))  # (h, b, o), (h, b, i)
-    m = square(m.to(wide)).reshape(g.shape[0], g.shape[2], x.shape[2])
-    return ((g @ m) * x).sum((0, 2)).to(own.to_real())
+    g, x = (square(in_range(v[:, 0])).movedim(1, 0) for v in (outer.g, outer.x))  # (h, b, o), (h, b, i)
+    squares = square(in_range(m)).reshape(g.shape[0], g.shape[2], x.shape[2])
+    return ((g @ squares) * x).sum((0, 2)).to(own.to_real())

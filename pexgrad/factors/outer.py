@@ -11,9 +11,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from ..base.numerics import accumulable, gather, into, multiple, real, square, weighted_pair
+from ..base.numerics import accumulable, gather, in_range, into, multiple, real, square, weighted_pair
 from ._base import BLOCK_BYTES, Factor
-from .balance import balance
+from .balance import balance, cancels, sizes
 from .norm_cost import PRODUCT, ROWS, NormCost, of_outer
 
 
@@ -80,7 +80,10 @@ class Outer(Factor):
         if how == PRODUCT:
             return _products_of_norms(self.g, self.x).flatten(1).sum(1)
         own = self.balanced()
-        return own.inner(own)
+        sq = own.inner(own)
+        return (
+            super().sq_norms() if cancels(sq, square(sizes(own.g) * sizes(own.x)).flatten(1).sum(1)) else sq
+        )
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         g, x = weighted_pair(self.g, self.x, weights)
@@ -137,10 +140,9 @@ class Outer(Factor):
 def _products_of_norms(g: Tensor, x: Tensor) -> Tensor:
     """(b, t, h): |g|^2 |x|^2, in which the range of float64 does as well as balancing and is quicker."""
     own = accumulable(g[:0]).dtype
-    wide = torch.promote_types(own, torch.float32 if g.device.type == "mps" else torch.float64)
-    if wide == own:
+    if in_range(g[:0]).dtype == own:
         g, x = balance(g, x)
-    products = square(g.to(wide)).sum(-1) * square(x.to(wide)).sum(-1)
+    products = square(in_range(g)).sum(-1) * square(in_range(x)).sum(-1)
     return products.to(own.to_real())
 
 

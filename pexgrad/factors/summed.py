@@ -25,7 +25,7 @@ def summed_to(factor: Factor, shape: tuple[int, ...]) -> Factor | None:
 def _sums(factor: Factor, own: tuple[int, ...]) -> Tensor | None:
     """(b, n): one for each place of a dimension, or one of all; None where there are several dimensions."""
     kept = [d for d, n in enumerate(own) if n != 1]
-    if not factor.tensors or factor.dtype.is_complex or len(kept) > 1:
+    if factor.is_replayed or factor.dtype.is_complex or len(kept) > 1:
         return None
     ones = factor.numbers.new_ones(()).expand(factor.shape)
     if not kept:

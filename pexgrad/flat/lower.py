@@ -296,4 +296,10 @@ def _has_its_own_derivative(node: fx.Node) -> bool:
     """Whether autograd's own derivative of the operation is the right one: a user's function may have another."""
     if node.op != "call_function" or isinstance(node.target, OpOverload) or node.target in OURS:
         return True
-    return getattr(node.target, "__module__", "") in ("_operator", "torch", "math", "torch._C", "torch.amp.autocast_mode")
+    return getattr(node.target, "__module__", "") in (
+        "_operator",
+        "torch",
+        "math",
+        "torch._C",
+        "torch.amp.autocast_mode",
+    )

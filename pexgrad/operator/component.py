@@ -18,14 +18,10 @@ from torch import Tensor, fx
 
 from ..base.fakes import is_recorded
 from ..base.numerics import accumulable, square, squared_norms
-from ..factors import BLOCK_BYTES, Factor, Outer, Rows
+from ..factors import BLOCK_BYTES, CANCELLED, Factor, Outer, Rows
 from ..factors._base import slices
 from .paths import Path
 from .pullback import Window, is_linear, jvp, vjp, vjp_rows
-
-# Uses of a parameter may cancel: where the squared norm of their sum is less than this part of the sum of their squared norms,
-# most of it is rounding, and it is computed from rows instead.
-CANCELLED = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,20 +166,29 @@ class Component:
     def sq_norms(self) -> dict[str, Tensor]:
         """name -> (b,): squared norms, by parameter."""
         windows = self.windows()
-        if windows is None:
+        sq = None if windows is None else self._sq_norms_by_products(windows)
+        if sq is None:
             return self._sq_norms_by_rows()
         (name,) = self.leaves
-        parts, across = [], []
-        for same in windows.values():
-            parts += [f.sq_norms() for f in same]
-            if len(same) > 1:
-                across += [2 * f.inner(g) for f, g in combinations([f.balanced() for f in same], 2)]
-        if not across:
-            return {name: parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)}
-        squares, sq = torch.stack(parts).sum(0), torch.stack(parts + across).sum(0)
-        if not is_recorded(sq) and bool((sq < CANCELLED * squares).any()):
-            return self._sq_norms_by_rows()
         return {name: sq}
+
+    def _sq_norms_by_products(self, windows: dict[Window, list[Factor]]) -> Tensor | None:
+        """(b,): squared norms, by inner products of factors; None where most of these may be rounding."""
+        pairs = [pair for same in windows.values() for pair in combinations(same, 2)]
+        if pairs and is_recorded(self.terms[0].value):  # a graph cannot look
+            return None
+        squares = [f.sq_norms() for same in windows.values() for f in same]
+        sq = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)
+        if not pairs:
+            return sq
+        across = [2 * f.balanced().inner(g.balanced()) for f, g in pairs]
+        whole = torch.stack([sq, *across]).sum(0)
+        return None if bool((whole < CANCELLED * sq).any()) else whole
+
+    def _cancels(self, windows: dict[Window, list[Factor]]) -> bool:
+        """Whether rows may be so small beside what they are sums of that products of factors would be rounding."""
+        several = any(len(same) > 1 for same in windows.values())
+        return several and self._sq_norms_by_products(windows) is None
 
     def _sq_norms_by_rows(self) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {k: [] for k in self.leaves}
@@ -210,6 +215,8 @@ class Component:
         """(b, c): the inner products of rows with the rows of another call's component of the same parameters."""
         mine, theirs = self.windows(), other.windows()
         if mine is None or theirs is None or not self._matches(other, mine, theirs):
+            return self._gram_by_rows(other)
+        if self._cancels(mine) or (other is not self and other._cancels(theirs)):
             return self._gram_by_rows(other)
         mine = {w: [f.balanced() for f in own] for w, own in mine.items()}
         theirs = mine if other is self else {w: [f.balanced() for f in own] for w, own in theirs.items()}

@@ -105,7 +105,7 @@ class Jacobian:
         if self.create_graph:
             read += filter(is_inexact, given)
         # an operation that is replayed reads what it was given
-        if any(not t.factor.tensors for t in self.terms):
+        if any(t.factor.is_replayed for t in self.terms):
             read += given
         distinct = {id(t): t for t in read if not t.is_inference()}
         return replace(self, read=tuple((t, t._version) for t in distinct.values()))

@@ -22,7 +22,7 @@ from ..stages.sites import Operand
 from ..tracing.trace import Trace
 from .pullback import Window, find_window
 
-# to one value: code that uses parameters again and again has more than would be followed
+# paths to one value that are followed: code that uses parameters again and again has more
 MOST = 16
 LONGEST = 100  # operations on one path
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...base.numerics import accumulable
 from ...factors import Factor
 from ..registry import register_pullback
-from .sums import times
+from .sums import to_operand
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ _DERIVATIVES: dict[Any, Callable[[Tensor], Tensor]] = {
 
 def _by(derivative: Callable[[Tensor], Tensor]) -> Callable[..., Factor | None]:
     def pullback(factor: Factor, self: Tensor) -> Factor | None:
-        return times(factor, derivative(accumulable(self)), self.shape)
+        return to_operand(factor, derivative(accumulable(self)), self.shape)
 
     return pullback
 
@@ -44,20 +44,22 @@ for _operation, _derivative in _DERIVATIVES.items():
 
 @register_pullback(aten.pow.Tensor_Scalar)
 def _power(factor: Factor, self: Tensor, *, exponent: Any) -> Factor | None:
-    return times(factor, exponent * accumulable(self) ** (exponent - 1), self.shape) if exponent else None
+    return (
+        to_operand(factor, exponent * accumulable(self) ** (exponent - 1), self.shape) if exponent else None
+    )
 
 
 @register_pullback(aten.softplus.default)
 def _softplus(factor: Factor, self: Tensor, *, beta: Any, threshold: Any) -> Factor | None:
     scaled = accumulable(self) * beta
-    return times(factor, torch.where(scaled > threshold, 1, scaled.sigmoid()), self.shape)
+    return to_operand(factor, torch.where(scaled > threshold, 1, scaled.sigmoid()), self.shape)
 
 
 @register_pullback(aten.clamp.default, aten.clip.default)
 def _clamped(factor: Factor, self: Tensor, *, min: Any, max: Any) -> Factor | None:
     inside = torch.ones_like(self, dtype=torch.bool)
     inside = inside if min is None else inside & (self >= min)
-    return times(factor, inside if max is None else inside & (self <= max), self.shape)
+    return to_operand(factor, inside if max is None else inside & (self <= max), self.shape)
 
 
 @register_pullback(aten.clamp_min.default)

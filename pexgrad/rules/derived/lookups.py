@@ -19,9 +19,8 @@ def _looked_up(factor: Factor, ids: Tensor, shape: torch.Size) -> Factor | None:
     g = factor.summed().unflatten(1, (ids.shape[0], -1))  # (b, t, f)
     if ids.shape[0] < table:
         return Scatter(g, ids.expand(g.shape[0], -1), tuple(shape), factor.dtype)
-    rows = g.new_zeros(g.shape[0], table, g.shape[2]).index_add(
-        1, ids, g
-    )  # no larger than what they are made of
+    # no larger than what they are made of
+    rows = g.new_zeros(g.shape[0], table, g.shape[2]).index_add(1, ids, g)
     return Rows(rows.reshape(g.shape[0], *shape).to(factor.dtype))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...base.numerics import accumulable
 from ...factors import Broadcast, Factor, Outer
 from ..registry import register_pullback
-from .sums import times
+from .sums import to_operand
 
 aten = torch.ops.aten
 
@@ -69,19 +69,19 @@ def _matmul_second(factor: Factor, self: Tensor, *, shape: torch.Size) -> Factor
 
 @register_pullback(aten.addmm.default)
 def _added_to(factor: Factor, *, beta: Any, shape: torch.Size) -> Factor | None:
-    return times(factor, beta, shape)
+    return to_operand(factor, beta, shape)
 
 
 @register_pullback(aten.addmm.default, operand="mat1")
 def _addmm_first(factor: Factor, mat2: Tensor, *, alpha: Any, shape: torch.Size) -> Factor | None:
     first = _first(factor, mat2, shape)
-    return None if first is None else times(first, alpha, shape)
+    return None if first is None else to_operand(first, alpha, shape)
 
 
 @register_pullback(aten.addmm.default, operand="mat2")
 def _addmm_second(factor: Factor, mat1: Tensor, *, alpha: Any, shape: torch.Size) -> Factor | None:
     second = _second(factor, mat1, shape)
-    return None if second is None else times(second, alpha, shape)
+    return None if second is None else to_operand(second, alpha, shape)
 
 
 def _mapped(factor: Factor, vec: Tensor, shape: torch.Size) -> Factor | None:

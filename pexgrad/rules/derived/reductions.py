@@ -19,7 +19,7 @@ def _to_lines(factor: Factor, derivative: Tensor, dims: Sequence[int] | None) ->
     """To what is reduced along `dims`, None or none of them for all, with this derivative (*shape)."""
     shape, reduced = derivative.shape, dims or range(derivative.dim())
     kept = [d for d, n in enumerate(shape) if n != 1 and not {d, d - len(shape)} & set(reduced)]
-    if not factor.tensors or derivative.is_complex() or len(kept) > 1:
+    if factor.is_replayed or derivative.is_complex() or len(kept) > 1:
         return None
     p = factor.summed() if isinstance(factor, Broadcast) else flat(factor.widened().rows())
     return Lines(p, derivative, kept[0] if kept else None, factor.dtype)
@@ -36,9 +36,10 @@ def _norm(factor: Factor, self: Tensor, *, ord: float, dim: Sequence[int] | None
 
 @register_pullback(aten.norm_except_dim.default, operand="v")
 def _norm_of_lines(factor: Factor, v: Tensor, *, pow: int, dim: int) -> Factor | None:
-    return _norm(
-        factor, v, ord=pow, dim=[d for d in range(v.dim()) if d != dim % v.dim()] if dim != -1 else None
-    )
+    across = [
+        d for d in range(v.dim()) if dim == -1 or d != dim % v.dim()
+    ]  # -1 stands for none that is left out
+    return _norm(factor, v, ord=pow, dim=across)
 
 
 @register_pullback(aten.sum.dim_IntList)
@@ -53,7 +54,8 @@ def _sum_of_all(factor: Factor, self: Tensor) -> Factor | None:
 
 @register_pullback(aten.mean.dim)
 def _mean(factor: Factor, self: Tensor, *, dim: Sequence[int] | None) -> Factor | None:
-    return _to_lines(factor, self.new_full((), factor.row_numel / self.numel()).expand(self.shape), dim)
+    part = accumulable(self).new_full((), factor.row_numel / max(1, self.numel()))
+    return _to_lines(factor, part.expand(self.shape), dim)
 
 
 @register_pullback(aten.mean.default)
@@ -65,7 +67,7 @@ def _deviations(w: Tensor, dim: Sequence[int] | None, correction: float | None) 
     """From the mean, and by what their squares are divided."""
     w = accumulable(w)
     mean = w.mean(tuple(dim or range(w.dim())), keepdim=True)
-    return w - mean, w.numel() / mean.numel() - (1 if correction is None else correction)
+    return w - mean, w.numel() / max(1, mean.numel()) - (1 if correction is None else correction)
 
 
 @register_pullback(aten.var.correction)
