@@ -59,7 +59,7 @@ def product(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def in_range(x: Tensor) -> Tensor:
-    """`x` in float64 where the device has it: the squares of its numbers leave no range."""
+    """`x` in float64, where the device has it, in which the squares of numbers of any other dtype are in range."""
     least = torch.float32 if x.device.type == "mps" else torch.float64
     return x.to(torch.promote_types(x.dtype, least))
 

@@ -174,14 +174,15 @@ class Component:
 
     def _sq_norms_by_products(self, windows: dict[Window, list[Factor]]) -> Tensor | None:
         """(b,): squared norms, by inner products of factors; None where most of these may be rounding."""
-        pairs = [pair for same in windows.values() for pair in combinations(same, 2)]
+        several = [[f.balanced() for f in same] for same in windows.values() if len(same) > 1]
+        pairs = [pair for same in several for pair in combinations(same, 2)]
         if pairs and is_recorded(self.terms[0].value):  # a graph cannot look
             return None
         squares = [f.sq_norms() for same in windows.values() for f in same]
         sq = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)
         if not pairs:
             return sq
-        across = [2 * f.balanced().inner(g.balanced()) for f, g in pairs]
+        across = [2 * f.inner(g) for f, g in pairs]
         whole = torch.stack([sq, *across]).sum(0)
         return None if bool((whole < CANCELLED * sq).any()) else whole
 

@@ -36,10 +36,8 @@ def _norm(factor: Factor, self: Tensor, *, ord: float, dim: Sequence[int] | None
 
 @register_pullback(aten.norm_except_dim.default, operand="v")
 def _norm_of_lines(factor: Factor, v: Tensor, *, pow: int, dim: int) -> Factor | None:
-    across = [
-        d for d in range(v.dim()) if dim == -1 or d != dim % v.dim()
-    ]  # -1 stands for none that is left out
-    return _norm(factor, v, ord=pow, dim=across)
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    return _norm(factor, v, ord=pow, dim=None if dim == -1 else others)  # -1 leaves none out
 
 
 @register_pullback(aten.sum.dim_IntList)
