@@ -241,7 +241,7 @@ class Queries(nn.Module):
         return (
             (self.of_q(self.q.expand(b, -1, -1)) + self.of_shift(self.shift.expand(b, -1, -1))).tanh()
             * x[:, None, :3]
-            * self.scale.exp()
+            * self.scale.sinh()
         )
 
 
@@ -426,13 +426,15 @@ def test_a_jacobian_of_a_model_with_a_sparse_buffer():
 
 def test_a_jacobian_of_derived_parameters_goes_on_where_others_change():
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
-    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Softplus())
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Softmax(dim=1))
+    nn.utils.parametrize.register_parametrization(model[2], "weight", nn.Softplus())
     x, y = torch.randn(5, 6), labels(5, 3)
     jacobian = pexgrad.per_example_jacobian(model)(named(model), x, y)
     want = rows_of(model, F.cross_entropy, x, y)
     y.zero_()
     with torch.no_grad():
         model[2].bias.zero_()
+        model[2].parametrizations.weight.original.zero_()  # whose derivative has been taken
     assert_rows_equal(jacobian.rows(), want)
     with torch.no_grad():
         model[0].parametrizations.weight.original.mul_(2)
