@@ -302,7 +302,14 @@ def test_constants_of_any_dtype(dtype, of, precision):
 
 
 @pytest.mark.parametrize(
-    "cut", [lambda w: w.masked_fill(w > 0, 0), torch.relu, torch.tril, lambda w: w.clamp(-0.1, 0.1)]
+    "cut",
+    [
+        lambda w: w.masked_fill(w > 0, 0),
+        torch.relu,
+        torch.tril,
+        lambda w: w.clamp(-0.1, 0.1),
+        lambda w: w.relu().clamp(max=0.5),
+    ],
 )
 def test_masks_hide_what_is_no_number(cut):
     model = lambda p, x: torch.nan_to_num(F.linear(x, cut(p["w"])))  # noqa: E731

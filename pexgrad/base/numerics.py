@@ -66,7 +66,7 @@ def in_range(x: Tensor) -> Tensor:
 
 def multiple(x: Tensor, m: Tensor) -> Tensor:
     """`x` times `m`; where that is a mask, zero outside of it, also where x is no number there."""
-    return torch.where(m, x, 0) if m.dtype == torch.bool else x * m
+    return x.masked_fill(~m, 0) if m.dtype == torch.bool else x * m
 
 
 def weighted_pair(g: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
