@@ -1,9 +1,9 @@
 """Factors: the per-example gradient of one use of one parameter, unevaluated. All the algebra lives here."""
 
 from ._base import BLOCK_BYTES as BLOCK_BYTES
-from ._base import CANCELLED as CANCELLED
 from ._base import PIECE_BYTES as PIECE_BYTES
 from ._base import Factor as Factor
+from .balance import cancels as cancels
 from .broadcast import Broadcast as Broadcast
 from .broadcast import repeats_as_positions as repeats_as_positions
 from .conv import Conv as Conv

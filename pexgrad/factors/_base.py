@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 # what a default may materialise at a time: small against any model, large enough to be efficient
 PIECE_BYTES = 1 << 23
-# of the squared norms of what rows are sums of, the part below which those of the rows are taken of the rows themselves: sums of
-# inner products, which cancel then, would be rounding
-CANCELLED = 1e-2
 # rows on either side of a product of all with all, for which they are built again and again
 BLOCK_BYTES = 1 << 26
 

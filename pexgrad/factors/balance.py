@@ -12,7 +12,10 @@ from torch import Tensor
 
 from ..base.fakes import is_recorded
 from ..base.numerics import accumulable, square
-from ._base import CANCELLED
+
+# of the squared norms of what rows are sums of, the part below which those of the rows are taken of the rows themselves: sums of
+# inner products, which cancel then, would be rounding
+CANCELLED = 1e-2
 
 
 def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,7 +23,7 @@ def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     # squares of half precision are in range in float32
     if g.dtype == torch.float16 or 0 in (*g.shape[3:], *x.shape[3:]):
         return g, x
-    if _may_look(g) and _in_range(g) and _in_range(x):
+    if may_look(g) and _in_range(g) and _in_range(x):
         return g, x
     g, x = accumulable(g), accumulable(x)
     # a power of two, by which nothing is rounded; a constant to autograd, as the products do not depend on it
@@ -31,7 +34,7 @@ def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def cancels(sq: Tensor, squares: Tensor) -> bool:
     """Whether a sum's squared norms (b,) are so much less than those of its parts that inner products of these are rounding."""
-    return _may_look(sq) and bool((sq < CANCELLED * squares).any())
+    return bool((sq < CANCELLED * squares).any())
 
 
 def sizes(v: Tensor) -> Tensor:
@@ -42,7 +45,7 @@ def sizes(v: Tensor) -> Tensor:
     return torch.linalg.vector_norm(v, dim=dims, dtype=accumulable(v[:0]).dtype)
 
 
-def _may_look(g: Tensor) -> bool:
+def may_look(g: Tensor) -> bool:
     """Whether numbers are there to decide by, and looking at them takes no synchronisation."""
     return g.device.type == "cpu" and not is_recorded(g)
 

@@ -25,7 +25,7 @@ from ..base.numerics import (
 )
 from . import choice
 from ._base import BLOCK_BYTES, PIECE_BYTES, Factor
-from .balance import balance, cancels
+from .balance import balance, cancels, may_look
 from .convolving import Geometry, convolve, grouped, joint, lower, unfold, weight_gradient, window_gram
 from .norm_cost import GRAM, NormCost, of_convolution
 from .outer import Outer
@@ -134,7 +134,9 @@ class Conv(Factor):
             return super().sq_norms()
         own = self.balanced()
         sq = own.inner(own)
-        return super().sq_norms() if cancels(sq, own._squares_of_positions()) else sq
+        if may_look(sq) and cancels(sq, own._squares_of_positions()):
+            return super().sq_norms()
+        return sq
 
     def _squares_of_positions(self) -> Tensor:
         """(b,): the sum over positions of |g|^2 |window of x|^2."""

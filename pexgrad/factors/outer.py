@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..base.numerics import accumulable, gather, in_range, into, multiple, real, square, weighted_pair
 from ._base import BLOCK_BYTES, Factor
-from .balance import balance, cancels, sizes
+from .balance import balance, cancels, may_look, sizes
 from .norm_cost import PRODUCT, ROWS, NormCost, of_outer
 
 
@@ -81,9 +81,13 @@ class Outer(Factor):
             return _products_of_norms(self.g, self.x).flatten(1).sum(1)
         own = self.balanced()
         sq = own.inner(own)
-        return (
-            super().sq_norms() if cancels(sq, square(sizes(own.g) * sizes(own.x)).flatten(1).sum(1)) else sq
-        )
+        if may_look(sq) and cancels(sq, own._squares_of_positions()):
+            return super().sq_norms()
+        return sq
+
+    def _squares_of_positions(self) -> Tensor:
+        """(b,): the sum over positions of |g|^2 |x|^2."""
+        return square(sizes(self.g) * sizes(self.x)).flatten(1).sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         g, x = weighted_pair(self.g, self.x, weights)

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from ..base.fakes import is_recorded
 from ..base.numerics import accumulable, square, squared_norms
-from ..factors import BLOCK_BYTES, CANCELLED, Factor, Outer, Rows
+from ..factors import BLOCK_BYTES, Factor, Outer, Rows, cancels
 from ..factors._base import slices
 from .paths import Path
 from .pullback import Window, is_linear, jvp, vjp, vjp_rows
@@ -184,7 +184,7 @@ class Component:
             return sq
         across = [2 * f.inner(g) for f, g in pairs]
         whole = torch.stack([sq, *across]).sum(0)
-        return None if bool((whole < CANCELLED * sq).any()) else whole
+        return None if cancels(whole, sq) else whole
 
     def _cancels(self, windows: dict[Window, list[Factor]]) -> bool:
         """Whether rows may be so small beside what they are sums of that products of factors would be rounding."""

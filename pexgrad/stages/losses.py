@@ -64,10 +64,6 @@ class Outputs:
 
         return example
 
-    def copies(self, tensors: Sequence[Tensor], y: Any, batch: int) -> Examples:
-        """The same, with each output in memory of its own."""
-        return lambda b: (self.copy(self._parts(tensors, batch, b)), trees.examples(y, b, b + 1))
-
     def plain(self) -> bool:
         """Whether every output has the batch on dimension 0, as torch's own losses expect."""
         return all(at == Layout() for at in self.layouts) and not any(self.copied)
@@ -146,7 +142,7 @@ class Losses:
         """Raise where the loss gives one of the first examples another number in this batch than alone."""
         with torch.no_grad(), StandStill(), preserved(self.loss.loss):
             together = self.loss.of_batch(self.outputs.copy(tensors), y, batch)
-            self.loss.refuse_mixing(together, self.outputs.copies(tensors, y, batch), min(batch, first))
+            self.loss.refuse_mixing(together, self.outputs.examples(tensors, y, batch), min(batch, first))
 
     def _of_reductions(self, output: Any, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor | None:
         """None where the loss is of another kind, fails, or goes a way that is not known, as a coefficient may let it."""
@@ -216,7 +212,7 @@ def decided(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], fe
 def _first_way(loss: ExampleLosses, outputs: Outputs, tensors: Sequence[Tensor], few: Call) -> Ways | None:
     """The way of a loss that takes batches, with its examples compared for the size of these few; None for any other."""
     y, batch = few.y, few.batch
-    examples = outputs.copies(tensors, y, batch)
+    examples = outputs.examples(tensors, y, batch)
     leaves = [t.clone().requires_grad_(is_inexact(t)) for t in tensors]
     given = [t.clone() for t in leaves]  # which may be written into
     nodes, calls = [t.grad_fn for t in given], Calls()
@@ -262,7 +258,7 @@ def _reduced(
         return outputs.whole([t.clone() for t in leaves])
 
     with torch.enable_grad():
-        ways = loss.reduces(whole, y, batch, outputs.copies(tensors, y, batch), sizes)
+        ways = loss.reduces(whole, y, batch, outputs.examples(tensors, y, batch), sizes)
     if not ways:
         return None if ways is None else False
     known = Reductions(snapshot(loss.loss), graph, ways, sizes, coefficients=[])
