@@ -250,7 +250,13 @@ def differences_of_images(p, x):
     return (h[:, 0] - h[:, 1]).flatten(1)
 
 
-@pytest.mark.parametrize("model", [centred, differences, differences_of_images])
+def differences_on_both_sides(p, x):
+    """Two factors of one matrix, whose own positions cancel in each."""
+    back = F.linear(x[:, 0, :6], p["w"].mT) - F.linear(x[:, 1, :6], p["w"].mT)
+    return torch.cat([differences(p, x), back], 1)
+
+
+@pytest.mark.parametrize("model", [centred, differences, differences_on_both_sides, differences_of_images])
 @pytest.mark.parametrize("offset", [0.0, 1e3])
 def test_squares_of_what_all_but_cancels(model, offset):
     """Norms, inner products and graphs take the rows: sums of large inner products would be rounding."""
@@ -267,9 +273,10 @@ def test_squares_of_what_all_but_cancels(model, offset):
     found = {
         "norms": norms(params, x),
         "clipped": pexgrad.clipped_grad(model, loss, max_norm=1.0)(params, x).norms,
+        "graph": norms.lower(params, x)(params, x, None),
+        "gram": J.gram().diagonal().sqrt(),
+        "gram of two": J.gram(pexgrad.per_example_jacobian(model, loss)(params, x.clone())).diagonal().sqrt(),
     }
-    if model is centred:  # of uses that lie in several factors
-        found |= {"graph": norms.lower(params, x)(params, x, None), "gram": J.gram().diagonal().sqrt()}
     for name, got in found.items():
         torch.testing.assert_close(
             got.double(), want, rtol=1e-3, atol=0, msg=lambda m, name=name: f"{name}: {m}"

@@ -133,6 +133,8 @@ def total(parts: Iterator[Tensor]) -> Tensor:
 
 def sum_of(parts: Sequence[Tensor]) -> Tensor:
     """The sum of parts of one shape, in the widest of their dtypes."""
+    if len(parts) == 1:
+        return parts[0]
     widest = functools.reduce(torch.promote_types, (p.dtype for p in parts))
     return torch.stack([p.to(widest) for p in parts]).sum(0)
 

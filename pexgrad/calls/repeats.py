@@ -74,7 +74,9 @@ class Repeats:
             every = self._known.setdefault(pipeline, {})
             known = every.setdefault((call.batch, out is not None), _Repeated())
         if known.graph is not None:
-            return _run(known.graph, call, out)
+            answer = _run(known.graph, call, out)
+            if answer is not None:
+                return answer
         start = time.perf_counter()
         answer = eagerly(pipeline)
         known.seconds = min(known.seconds, time.perf_counter() - start)
@@ -124,7 +126,8 @@ def _graph_as_good(
             graph = replace(graph, module=writing_rows(graph.module, len(out)))
             # not into the user's own, which are the answer
             out = {k: torch.empty_like(rows) for k, rows in out.items()}
-        if not _same_bits(_run(graph, call, out), answer):
+        found = _run(graph, call, out)
+        if found is None or not _same_bits(found, answer):
             return None
         return graph if min(_seconds(graph, call, out) for _ in range(10)) < seconds else None
     except Exception:  # noqa: BLE001 - there is an answer, and whatever a graph fails of, the calls do without it
@@ -138,6 +141,7 @@ def _seconds(graph: Lowered, call: Call, out: Buffers) -> float:
 
 
 def _run(graph: Lowered, call: Call, out: Buffers) -> Any:
+    """The graph's answer; None where it is not to be trusted."""
     values = call.flat()
     with torch.no_grad(), without_autocast(values[0].device.type):
         return graph.run([*values, *(out or {}).values()])

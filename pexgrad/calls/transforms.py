@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ..base.still import StandStill
 from ..definition.remembered import refuse_remembered
 from ..definition.strategies import LOOPS
 from ..errors import InputError
-from ..flat.lower import Lowered, lower
+from ..flat.lower import Lowered, lower_doubting
 from ..inputs.arguments import Options, Params, check_call, check_out
 from ..inputs.call import Call
 from ..inputs.loss import ExampleLosses
@@ -132,9 +131,8 @@ class Transform(Composable):
             return eagerly(None)
 
         def record() -> Lowered:
-            options = replace(self._options, verify=False)  # the bits will be compared
             with TRACING:
-                return lower(pipeline, call, options, self._answer, any_batch=False)
+                return lower_doubting(pipeline, call, self._options, self._answer)
 
         return self._graphs.repeats.answer(pipeline, call, eagerly, record, out)
 

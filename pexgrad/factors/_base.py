@@ -24,9 +24,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..base.numerics import accumulable, dots, gather, is_half, products, square, squared_norms, total
+from ..base.doubts import may_ask
+from ..base.numerics import (
+    accumulable,
+    dots,
+    gather,
+    in_range,
+    is_half,
+    is_inexact,
+    products,
+    square,
+    squared_norms,
+    total,
+)
 from ..base.trees import runs
-from .norm_cost import ROWS, NormCost
+from .norm_cost import GRAM, ROWS, NormCost
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -130,6 +142,15 @@ class Factor(ABC):
         """The same rows, from tensors whose squares are in range wherever those of the rows are."""
         return self
 
+    def for_products(self) -> Self:
+        """The same rows, from tensors of which inner products may be taken: in float64 where nobody can ask if these cancel."""
+        held = self.held()
+        if held and not may_ask(held[0]):
+            wide = self.mapped(lambda v: in_range(v) if is_inexact(v) else v)
+            if wide.held()[0].dtype != held[0].dtype:
+                return wide
+        return self.balanced()
+
     def add_to(self, rows: Tensor) -> None:
         """Add rows to those given, (b, *shape)."""
         for s, g in self.pieces():
@@ -137,7 +158,23 @@ class Factor(ABC):
 
     def sq_norms(self) -> Tensor:
         """(b,): the squared norm of each row, accumulated in at least float32."""
+        if self.sums_products:
+            own = self.for_products()
+            return own.inner(own).to(accumulable(self.numbers[:0]).dtype.to_real())
+        return self.sq_norms_by_rows()
+
+    def sq_norms_by_rows(self) -> Tensor:
+        """(b,): the same, of the rows themselves."""
         return gather([squared_norms(g) for _, g in self.widened().pieces()])
+
+    @property
+    def sums_products(self) -> bool:
+        """Whether squared norms are sums of inner products, which may cancel."""
+        return self.norm_algorithm() == GRAM
+
+    def squares_of_parts(self) -> Tensor:
+        """(b,): the squared norms of the parts of a row, added up, that its inner products are sums over."""
+        return self.sq_norms()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """(*shape): sum over b of weights[b] times row b."""

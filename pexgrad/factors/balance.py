@@ -1,4 +1,4 @@
-"""Both sides of a product brought to like size, so that squares of them stay in range where those of the product do.
+"""What inner products are taken of: both sides of a product of like size, so that squares of them stay in range where its own do.
 
 The norm of g (x) x is |g| |x|, and inner products of sums of such products are sums of <g, g'> <x, x'>. With x near 1e10 and
 g near 1e-25, |g|^2 is 0 in float32 and the norm with it, though it is 1e-15; with x near 1e20 and g = 0 it is 0 inf. For any
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..base.doubts import answers, may_ask
 from ..base.fakes import is_recorded
 from ..base.numerics import accumulable, square
 
@@ -23,18 +24,24 @@ def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     # squares of half precision are in range in float32
     if g.dtype == torch.float16 or 0 in (*g.shape[3:], *x.shape[3:]):
         return g, x
-    if may_look(g) and _in_range(g) and _in_range(x):
+    if is_recorded(g):
+        if may_ask(g):
+            answers([_out_of_range(g, x)])
+            return g, x
+    # looking takes no synchronisation on a CPU
+    elif g.device.type == "cpu" and _in_range(g) and _in_range(x):
         return g, x
     g, x = accumulable(g), accumulable(x)
+    limits = torch.finfo(g.dtype)
     # a power of two, by which nothing is rounded; a constant to autograd, as the products do not depend on it
-    exponents = torch.stack([_largest(x), _largest(g)]).detach().log2()
+    exponents = torch.stack([_largest(x), _largest(g)]).clamp(8 * limits.tiny, limits.max).detach().log2()
     m = ((exponents[0] - exponents[1]) / 2).floor().exp2()
     return g * _fit(m, g), x / _fit(m, x)
 
 
-def cancels(sq: Tensor, squares: Tensor) -> bool:
-    """Whether a sum's squared norms (b,) are so much less than those of its parts that inner products of these are rounding."""
-    return bool((sq < CANCELLED * squares).any())
+def cancels(sq: Tensor, squares: Tensor) -> Tensor:
+    """(): whether squared norms (b,) are so much less than those of the parts that inner products between these are rounding."""
+    return (sq < CANCELLED * squares).any()
 
 
 def sizes(v: Tensor) -> Tensor:
@@ -45,26 +52,31 @@ def sizes(v: Tensor) -> Tensor:
     return torch.linalg.vector_norm(v, dim=dims, dtype=accumulable(v[:0]).dtype)
 
 
-def may_look(g: Tensor) -> bool:
-    """Whether numbers are there to decide by, and looking at them takes no synchronisation."""
-    return g.device.type == "cpu" and not is_recorded(g)
-
-
 def _in_range(v: Tensor) -> bool:
     """Whether the squares of v (b, t, h, ...) and their sums lose nothing; exact zeros have nothing to lose."""
     lengths = sizes(v.detach())
     if not lengths.numel():
         return True
-    # 2^55 in float32, of 2^128: their squares, and those of numbers a hundred times smaller, are normal numbers
-    limit = torch.finfo(lengths.dtype).max ** 0.43
+    limit = _limit(lengths.dtype)
     least, most = (n.item() for n in lengths.aminmax())
     return most < limit and (least > 1 / limit or not v[lengths <= 1 / limit].any())
 
 
+def _out_of_range(g: Tensor, x: Tensor) -> Tensor:
+    """(): the opposite, for both, where no number is there to look at."""
+    largest = torch.stack([_largest(g), _largest(x)])
+    limit = _limit(largest.dtype) ** 0.9  # lengths are up to thousands of times the largest number
+    return ((largest > limit) | ((largest < 1 / limit) & (largest > 0))).any()
+
+
+def _limit(dtype: torch.dtype) -> float:
+    """2^55 in float32, of 2^128: squares of this and of a hundredth of its inverse are normal numbers."""
+    return torch.finfo(dtype).max ** 0.43
+
+
 def _largest(v: Tensor) -> Tensor:
-    """(b, t, h): the modulus of the largest number of v (b, t, h, ...), as a number that has a finite exponent."""
-    limits = torch.finfo(v.dtype)
-    return v.abs().amax(tuple(range(3, v.dim()))).clamp(8 * limits.tiny, limits.max)
+    """(b, t, h): the modulus of the largest number of v (b, t, h, ...)."""
+    return v.abs().amax(tuple(range(3, v.dim())))
 
 
 def _fit(m: Tensor, v: Tensor) -> Tensor:

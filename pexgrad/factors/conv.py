@@ -25,7 +25,7 @@ from ..base.numerics import (
 )
 from . import choice
 from ._base import BLOCK_BYTES, PIECE_BYTES, Factor
-from .balance import balance, cancels, may_look
+from .balance import balance
 from .convolving import Geometry, convolve, grouped, joint, lower, unfold, weight_gradient, window_gram
 from .norm_cost import GRAM, NormCost, of_convolution
 from .outer import Outer
@@ -129,17 +129,7 @@ class Conv(Factor):
             self.geometry.kernel,
         )  # fmt: skip
 
-    def sq_norms(self) -> Tensor:
-        if self.norm_cost().way != GRAM:
-            return super().sq_norms()
-        own = self.balanced()
-        sq = own.inner(own)
-        if may_look(sq) and cancels(sq, own._squares_of_positions()):
-            return super().sq_norms()
-        return sq
-
-    def _squares_of_positions(self) -> Tensor:
-        """(b,): the sum over positions of |g|^2 |window of x|^2."""
+    def squares_of_parts(self) -> Tensor:
         groups, kernel = self.geometry.groups, self.geometry.kernel
         g, x = (
             square(accumulable(v)).flatten(0, 1).unflatten(1, (groups, -1)).sum(2) for v in (self.g, self.x)

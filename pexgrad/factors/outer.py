@@ -11,10 +11,11 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from ..base.doubts import answers, may_ask
 from ..base.numerics import accumulable, gather, in_range, into, multiple, real, square, weighted_pair
 from ._base import BLOCK_BYTES, Factor
-from .balance import balance, cancels, may_look, sizes
-from .norm_cost import PRODUCT, ROWS, NormCost, of_outer
+from .balance import balance, cancels, sizes
+from .norm_cost import NormCost, of_outer
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,19 +75,11 @@ class Outer(Factor):
         return of_outer(self.g.shape[1], self.g.shape[3], self.x.shape[3])
 
     def sq_norms(self) -> Tensor:
-        how = self.norm_cost().way
-        if how == ROWS:
-            return super().sq_norms()
-        if how == PRODUCT:
+        if self.norm_cost().is_product:
             return _products_of_norms(self.g, self.x).flatten(1).sum(1)
-        own = self.balanced()
-        sq = own.inner(own)
-        if may_look(sq) and cancels(sq, own._squares_of_positions()):
-            return super().sq_norms()
-        return sq
+        return super().sq_norms()
 
-    def _squares_of_positions(self) -> Tensor:
-        """(b,): the sum over positions of |g|^2 |x|^2."""
+    def squares_of_parts(self) -> Tensor:
         return square(sizes(self.g) * sizes(self.x)).flatten(1).sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -109,8 +102,10 @@ class Outer(Factor):
         return real(mapped * accumulable(self.g)).flatten(1).sum(1)
 
     def _inner(self, other: Factor) -> Tensor | None:
-        if not self._has_heads_of(other) or not self._gram_pays(other):
-            return None
+        return self._of_pairs(other) if self._has_heads_of(other) and self._gram_pays(other) else None
+
+    def _of_pairs(self, other: Outer) -> Tensor:
+        """(b,): the inner products by those of all pairs of positions."""
         parts = []
         for s in self.slices(self.g.shape[1] * other.g.shape[1] * self.g.shape[2] * 8):
             gg = _positions(self.g[s], other.g[s])
@@ -131,7 +126,8 @@ class Outer(Factor):
         c, u, i = other.batch, other.g.shape[1], self.x.shape[3]
         # pairs of positions against pairs of rows, of which the other's are built once for each block of ours
         blocks = 1 + b * self.row_numel * self.dtype.itemsize // BLOCK_BYTES
-        if t * u * (i + o) > i * o * (1 + t / max(1, c) + blocks * u / max(1, b)):
+        few = t * u * (i + o) <= i * o * (1 + t / max(1, c) + blocks * u / max(1, b))
+        if not few or self._cancels() or (other is not self and other._cancels()):
             return self._gram_by_rows(other)
         lines = []
         for s in self.slices(t * h * c * u * 8):
@@ -139,6 +135,12 @@ class Outer(Factor):
             xx = torch.einsum("bthi,cuhi->bchtu", accumulable(self.x[s]), accumulable(other.x).conj())
             lines.append(real(gg * xx).flatten(2).sum(2))
         return gather(lines)
+
+    def _cancels(self) -> bool:
+        """Whether inner products between positions may be rounding."""
+        if self.g.shape[1] == 1 or not may_ask(self.g):
+            return False
+        return answers([cancels(self._of_pairs(self), self.squares_of_parts())])[0]
 
 
 def _products_of_norms(g: Tensor, x: Tensor) -> Tensor:

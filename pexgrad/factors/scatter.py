@@ -88,6 +88,9 @@ class Scatter(Factor):
         sums = same @ accumulable(self.g)
         return (square(sums).sum(2) / same.sum(2).real).sum(1)
 
+    def squares_of_parts(self) -> Tensor:
+        return square(accumulable(self.g)).flatten(1).sum(1)
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         g = weighted(self.g, weights)
         table = g.new_zeros(self.shape[0], g.shape[2])

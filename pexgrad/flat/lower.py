@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from ..base import trees
 from ..base.compare import agree_nearby, largest_error
+from ..base.doubts import noting_doubts
 from ..base.fakes import (
     HINT,
     Guards,
@@ -68,6 +69,7 @@ class Lowered:
     spec: pytree.TreeSpec  # of the result
     batch: int | Guards  # the one size that it is for, or what holds for those that it is for
     reads_numbers: bool  # whether Python code took numbers out of constants
+    doubts: bool  # whether its last result says that the others are not to be trusted for these values
 
     def serves(self, batch: int) -> bool:
         """Whether the graph is right for this batch size."""
@@ -87,29 +89,36 @@ class Lowered:
         return low, None if high == _LARGEST else high
 
     def run(self, values: Sequence[Tensor]) -> Any:
-        """The result for these values."""
-        return pytree.tree_unflatten(self.module.forward(*values), self.spec)
+        """The result for these values; None where the graph is not to be trusted for them."""
+        results = self.module.forward(*values)
+        if self.doubts and results.pop():
+            return None
+        return pytree.tree_unflatten(results, self.spec)
+
+
+def lower_doubting(pipeline: Pipeline, call: Call, options: Options, answer: Answer) -> Lowered:
+    """The graph of a call for its batch size, unverified, with the same bits; it says where these are not to be trusted."""
+    _refuse_readings(pipeline)
+    return _Recording(pipeline, call, options, answer, ()).made(symbolic=False, doubting=True)
 
 
 def lower(
-    pipeline: Pipeline, call: Call, options: Options, answer: Answer, further: Sequence[Tensor] = (), *,
-    any_batch: bool = True,
-) -> Lowered:  # fmt: skip
-    """The graph of a call, for every batch size if that is wanted and possible and for this one if not.
+    pipeline: Pipeline, call: Call, options: Options, answer: Answer, further: Sequence[Tensor] = ()
+) -> Lowered:
+    """The graph of a call, for every batch size if that is possible and for this one if not.
 
     `further` are (B, ...) tensors that the answer takes beside the Jacobian: the graph's last inputs.
     """
     if options.create_graph:
         _refuse_stop_gradients(pipeline)
     _refuse_readings(pipeline)
-    recorded = replace(options, conv_rule=_batchwise(options.conv_rule)) if any_batch else options
+    recorded = replace(options, conv_rule=_batchwise(options.conv_rule))
     recording = _Recording(pipeline, call, recorded, answer, further)
     lowered = None
-    if any_batch:
-        # some operations' shape functions take no symbolic size
-        with quiet(), contextlib.suppress(TraceError):
-            lowered = recording.made(symbolic=True)
-            lowered = recording.takes_none(lowered)
+    # some operations' shape functions take no symbolic size
+    with quiet(), contextlib.suppress(TraceError):
+        lowered = recording.made(symbolic=True)
+        lowered = recording.takes_none(lowered)
     if lowered is None or not lowered.serves(call.batch):
         lowered = recording.made(symbolic=False)
     if options.verify:
@@ -135,8 +144,8 @@ class _Recording:
     answer: Answer
     further: Sequence[Tensor]
 
-    def made(self, *, symbolic: bool) -> Lowered:
-        """The graph, for a symbolic batch size or for that of the call."""
+    def made(self, *, symbolic: bool, doubting: bool = False) -> Lowered:
+        """The graph, for a symbolic batch size or for that of the call; `doubting`: with what says where not to trust it."""
         mode, env = symbolic_mode(_Fakes)
         fakes = self._fakes(mode, symbolic)
         batch = fakes[-1].shape[0]
@@ -146,10 +155,12 @@ class _Recording:
         def run(*flat: Tensor) -> list[Tensor]:
             jacobian = self.pipeline.jacobian(_unflat(flat, self.call, batch), self.options)
             further = flat[len(flat) - len(self.further) :]
-            leaves, found["spec"] = pytree.tree_flatten(self.answer(jacobian, *further))
-            return leaves
+            with noting_doubts(doubts) if doubting else contextlib.nullcontext():
+                leaves, found["spec"] = pytree.tree_flatten(self.answer(jacobian, *further))
+            return leaves + ([torch.stack(doubts).any()] if doubts else [])
 
         numbers: list[Any] = []
+        doubts: list[Tensor] = []
         with noting_numbers(numbers):
             module = _make_graph(run, fakes)
         without_checks(module.graph)
@@ -163,7 +174,7 @@ class _Recording:
         copy_what_is_read_by_strides(module.graph)
         module.recompile()
         served = int(batch) if symbol is None else Guards(symbol, tuple(_guards(env, symbol)))
-        return Lowered(module, found["spec"], served, bool(numbers))
+        return Lowered(module, found["spec"], served, bool(numbers), bool(doubts))
 
     def _fakes(self, mode: FakeTensorMode, symbolic: bool) -> list[Tensor]:
         call = self.call

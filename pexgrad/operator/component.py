@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..base.doubts import answers, may_ask
 from ..base.fakes import is_recorded
-from ..base.numerics import accumulable, square, squared_norms
+from ..base.numerics import accumulable, square, squared_norms, sum_of
 from ..factors import BLOCK_BYTES, Factor, Outer, Rows, cancels
 from ..factors._base import slices
 from .paths import Path
@@ -163,35 +164,48 @@ class Component:
             return None
         return found
 
-    def sq_norms(self) -> dict[str, Tensor]:
-        """name -> (b,): squared norms, by parameter."""
+    def sq_norms(self) -> tuple[dict[str, Tensor], Tensor | None]:
+        """name -> (b,): squared norms, by parameter, and whether these may be rounding, where that is to be asked."""
         windows = self.windows()
-        sq = None if windows is None else self._sq_norms_by_products(windows)
-        if sq is None:
-            return self._sq_norms_by_rows()
+        products = None if windows is None else self._sq_norms_by_products(windows)
+        if products is None:
+            return self.sq_norms_by_rows(), None
         (name,) = self.leaves
-        return {name: sq}
+        return {name: products[0]}, products[1]
 
-    def _sq_norms_by_products(self, windows: dict[Window, list[Factor]]) -> Tensor | None:
-        """(b,): squared norms, by inner products of factors; None where most of these may be rounding."""
-        several = [[f.balanced() for f in same] for same in windows.values() if len(same) > 1]
-        pairs = [pair for same in several for pair in combinations(same, 2)]
-        if pairs and is_recorded(self.terms[0].value):  # a graph cannot look
-            return None
-        squares = [f.sq_norms() for same in windows.values() for f in same]
-        sq = squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)
-        if not pairs:
-            return sq
-        across = [2 * f.inner(g) for f, g in pairs]
-        whole = torch.stack([sq, *across]).sum(0)
-        return None if cancels(whole, sq) else whole
+    def _sq_norms_by_products(
+        self, windows: dict[Window, list[Factor]]
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The same by inner products of factors; None where these may be rounding and nobody can ask."""
+        summing = {w for w, same in windows.items() if len(same) > 1 or same[0].sums_products}
+        if not summing or not may_ask(self.terms[0].value):
+            several = any(len(same) > 1 for same in windows.values())
+            return None if several else (sum_of([f.sq_norms() for (f,) in windows.values()]), None)
+        sq, parts = [], []
+        for window, same in windows.items():
+            if window not in summing:
+                sq.append(same[0].sq_norms())
+                parts.append(sq[-1])
+                continue
+            same = [f.for_products() for f in same]
+            sq += [f.inner(f) if f.sums_products else f.sq_norms() for f in same]
+            sq += [2 * f.inner(g) for f, g in combinations(same, 2)]
+            parts += [f.squares_of_parts() for f in same]
+        return sum_of(sq), cancels(sum_of(sq), sum_of(parts))
 
     def _cancels(self, windows: dict[Window, list[Factor]]) -> bool:
-        """Whether rows may be so small beside what they are sums of that products of factors would be rounding."""
-        several = any(len(same) > 1 for same in windows.values())
-        return several and self._sq_norms_by_products(windows) is None
+        """Whether rows may be so small beside the factors that they are sums of that products of these would be rounding."""
+        if all(len(same) == 1 for same in windows.values()):  # which look at their own positions
+            return False
+        products = self._sq_norms_by_products(windows)
+        return products is None or products[1] is None or answers([products[1]])[0]
 
-    def _sq_norms_by_rows(self) -> dict[str, Tensor]:
+    def sq_norms_by_rows(self) -> dict[str, Tensor]:
+        """name -> (b,): squared norms of the rows themselves."""
+        windows = self.windows()
+        if windows is not None and all(len(same) == 1 for same in windows.values()):
+            (name,) = self.leaves
+            return {name: sum_of([f.sq_norms_by_rows() for (f,) in windows.values()])}
         parts: dict[str, list[Tensor]] = {k: [] for k in self.leaves}
         for piece in self.pieces():
             for k, r in piece.rows().items():
@@ -219,11 +233,11 @@ class Component:
             return self._gram_by_rows(other)
         if self._cancels(mine) or (other is not self and other._cancels(theirs)):
             return self._gram_by_rows(other)
-        mine = {w: [f.balanced() for f in own] for w, own in mine.items()}
-        theirs = mine if other is self else {w: [f.balanced() for f in own] for w, own in theirs.items()}
+        mine = {w: [f.for_products() for f in own] for w, own in mine.items()}
+        theirs = mine if other is self else {w: [f.for_products() for f in own] for w, own in theirs.items()}
         parts = [f.gram(g) for w in mine for f in mine[w] for g in theirs.get(w, [])]
-        shape = (self.batch, other.batch)
-        return torch.stack(parts).sum(0) if parts else self.terms[0].value.new_zeros(shape).real
+        none = accumulable(self.terms[0].value.new_zeros(self.batch, other.batch)).real
+        return sum_of(parts).to(none.dtype) if parts else none
 
     def _matches(
         self, other: Component, mine: dict[Window, list[Factor]], theirs: dict[Window, list[Factor]]
@@ -266,6 +280,16 @@ def _upright(term: Term, p: Tensor) -> tuple[Window, Factor]:
         return window, factor
     swapped = replace(factor, g=factor.x, x=factor.g, shape=tuple(p.shape))
     return Window.identity(window.param, p), swapped
+
+
+def sq_norms(components: Iterable[Component]) -> dict[str, Tensor]:
+    """name -> (b,): squared norms, by parameter; whether they are rounding is asked of all components at once."""
+    found = [(c, *c.sq_norms()) for c in components]
+    doubtful = iter(answers([doubt for _, _, doubt in found if doubt is not None]))
+    norms: dict[str, Tensor] = {}
+    for c, sq, doubt in found:
+        norms |= c.sq_norms_by_rows() if doubt is not None and next(doubtful) else sq
+    return norms
 
 
 def components(leaves: dict[str, Tensor], terms: list[Term], create_graph: bool) -> list[Component]:

@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..factors import Rows, WideRows
 from ..factors.joined import join
 from ..inputs.call import Call
-from .component import Component, Term, components
+from .component import Component, Term, components, sq_norms
 from .pullback import Window
 
 # rows that may be kept between a norm and a weighted sum, in all. More is slower: fresh memory costs more than computing
@@ -167,13 +167,13 @@ class Jacobian:
     def norms(self, per_param: bool = False) -> Tensor | dict[str, Tensor]:
         """(B,): |J[b]| over all parameters together; with `per_param`, name -> (B,). Half precision gives float32."""
         with self.working():
+            sq = sq_norms(self.components)
             if not per_param:
-                sq = [n for c in self.components for n in c.sq_norms().values()]
-                return _sqrt(sum_of(sq), self.create_graph) if sq else self._zeros(self.batch)
-            by_name = self._by_name(
-                Component.sq_norms, lambda _, p: square(accumulable(p.new_zeros(self.batch)))
-            )
-            return self._named(apart({k: _sqrt(n, self.create_graph) for k, n in by_name.items()}))
+                found = list(sq.values())
+                return _sqrt(sum_of(found), self.create_graph) if found else self._zeros(self.batch)
+            unused = {k: p for k, p in self.leaves.items() if k not in sq}
+            sq |= {k: square(accumulable(p.new_zeros(self.batch))) for k, p in unused.items()}
+            return self._named(apart({k: _sqrt(sq[k], self.create_graph) for k in self.leaves}))
 
     def _zeros(self, *shape: int) -> Tensor:
         """Of what is computed of examples where no parameter is used."""
