@@ -31,6 +31,11 @@ def with_capacity(p, x):
     return x @ p["w"] * (1 + (place <= 100)[:, None])
 
 
+def far(x):
+    """Nothing, of numbers as small as those here."""
+    return F.relu(x - 99)
+
+
 MODELS = {
     "gain_of_the_batch": lambda p, x: (x / x.abs().max().clamp(min=100.0)) @ p["w"],
     "gain_of_an_activation": lambda p, x: (h := x @ p["w"]) / h.detach().abs().max().clamp(min=100.0),
@@ -47,6 +52,22 @@ MODELS = {
     "from_the_fold": lambda p, x: (
         h := (x[:, None] @ p["w"]).flatten(0, 1), h + F.relu(h.cumsum(0) - 999)
     )[1].unflatten(0, (len(x), 1)),
+    "sizes_of_columns": lambda p, x: (x @ p["w"]).renorm(2, 1, 1e3),
+    "seen_in_the_batch": lambda p, x: x @ p["w"] * ~torch.isin(x[:, :1].round(), x[:, 1:].round() + 99),
+    "among_the_batch": lambda p, x: x @ p["w"] * (1 + torch.bucketize(x[:, :1], x[:, 0] * 0 + 99)),
+    "searched_in_the_batch": lambda p, x: x @ p["w"] * (1 + torch.searchsorted(x[:, 0] * 0 + 99, x[:, :1])),
+    "sum_of_products": lambda p, x: x @ p["w"] * (1 + torch.einsum("bi,ci->b", far(x), x)[:, None]),
+    "sum_of_products_of_all": lambda p, x: x @ p["w"] * (1 + torch.einsum("...i,ci->...", far(x), x)[:, None]),
+    "layer_norm_over_the_batch": lambda p, x: x @ p["w"] * (1 + F.layer_norm(far(x)[:, 0], x.shape[:1])[:, None]),
+    "rms_norm_over_the_batch": lambda p, x: x @ p["w"] * (1 + F.rms_norm(far(x)[:, 0], x.shape[:1])[:, None]),
+    "group_norm_over_the_batch": lambda p, x: x @ p["w"] * (1 + F.group_norm(far(x).T[None], 1)[0].T[:, :1]),
+    "largest_neighbours_and_where": lambda p, x: (
+        x @ p["w"] * (1 + F.max_pool2d(far(x)[None, None], (3, 1), 1, (1, 0), return_indices=True)[0][0, 0, :, :1])
+    ),
+    "interpolated": lambda p, x: (
+        x @ p["w"] * (1 + F.interpolate(far(x).T[None], scale_factor=2.0, mode="linear")[0].T[::2, :1])
+    ),
+    "spectrum_of_the_batch": lambda p, x: x @ p["w"] * (1 + torch.fft.fftn(far(x), dim=(0, 1)).abs()[:, :1]),
     "number_of_examples": lambda p, x: x @ p["w"] * (1 + x.shape[0] // 100),
     "number_in_a_tensor": lambda p, x: x @ p["w"] * torch.full((), x.shape[0] - 50.0).clamp(min=1),
     "number_counted": lambda p, x: x @ p["w"] * (torch.ones(x.shape[0]).sum() - 50).clamp(min=1),
@@ -84,6 +105,7 @@ LOSSES = {
         F.cross_entropy(o, y, reduction="none") + 1e-4 * (o.softmax(1).mean(0).square()).sum()
     ),
     "standardised": lambda o, y: squares(o) * (y - y.double().mean()) / spread(y.double()),
+    "sizes_of_columns": lambda o, y: squares(o.renorm(2, 1, 1e3)),
     "per_target": lambda o, y: F.cross_entropy(o, y, reduction="none") / (y != 9).sum().clamp(min=50),
     "reads_the_batch": reading_the_batch,
 }
@@ -122,7 +144,37 @@ def of_one_constant(p, x, lengths):
     return x @ p["w"] + F.embedding(ids, p["w"]).repeat(x.shape[0], 1, 1).mean(1, keepdim=True)
 
 
-LEGITIMATE = [last_of_each, last_in_the_fold, guided, of_constants, of_one_constant]
+def sizes_of_each(p, x, lengths):
+    return (x @ p["w"]).renorm(2, 0, 1.0)
+
+
+def seen_in_a_table(p, x, lengths):
+    known = torch.isin(lengths, torch.tensor([1, 2])).to(x.dtype) + torch.isin(lengths, 3)
+    return x @ p["w"] * (1 + known + torch.bucketize(lengths, torch.tensor([2, 4])))[:, None, None]
+
+
+def searched_in_each(p, x, lengths):
+    return x @ p["w"] * (1 + torch.searchsorted(x.sort(-1).values, x.detach()).sum(-1, keepdim=True))
+
+
+def slices_of_each(p, x, lengths):
+    """The batch on another dimension, along which every place is by itself."""
+    h = (x @ p["w"]).transpose(0, 1)  # (t, b, o)
+    h = F.layer_norm(h, (4,)) + F.rms_norm(h, (4,)) + F.group_norm(h.transpose(0, 1), 5).transpose(0, 1)
+    wide = F.interpolate(h[None], scale_factor=(1.0, 2.0), mode="bilinear")[0]
+    largest = F.max_pool2d(h[None], (1, 3), 1, (0, 1), return_indices=True)[0][0]
+    return (wide[..., :4] + largest + torch.fft.fftn(h, s=(4,)).abs()).transpose(0, 1)
+
+
+def products_of_each(p, x, lengths):
+    h = x @ p["w"]
+    return torch.einsum("b...,b...->b...", h, h) + torch.einsum("bti,bsi->bts", x, x).sum(-1, keepdim=True)
+
+
+LEGITIMATE = [
+    last_of_each, last_in_the_fold, guided, of_constants, of_one_constant, sizes_of_each, seen_in_a_table, searched_in_each,
+    slices_of_each, products_of_each,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("model", LEGITIMATE)

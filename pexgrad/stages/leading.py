@@ -8,7 +8,6 @@ here does not, even where the first numbers do not show it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,7 +48,6 @@ _ALONG = SCANS | names("""
     std_mean nansum nanmean count_nonzero gather scatter select slice narrow split split_with_sizes chunk unbind cat
     index_select stack
 """)
-_RESIZES = re.compile(r"upsample_[a-z]+([123])d")  # as windows do
 _LOSSES = names("""
     cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
     binary_cross_entropy_with_logits poisson_nll_loss kl_div hinge_embedding_loss soft_margin_loss cosine_embedding_loss
@@ -128,7 +126,7 @@ class _Leading:
             return named.get("reduction") == 0
         if name in _ALONG:
             return _goes_along_others(name, named, value(read[0]).dim() + (name == "stack"))
-        if window := WINDOWS.fullmatch(name) or _RESIZES.fullmatch(name):
+        if window := WINDOWS.fullmatch(name):
             image = node.args[0]  # and no kernel of the examples'
             return read == [image] and value(read[0]).dim() == int(window[1]) + 2
         if name == "pairwise_distance":

@@ -6,6 +6,8 @@ the batch dimension:
 
 - it takes values with the batch and gives one without, or one with two batch dimensions: `x.max()`, `z @ z.T`;
 - it sorts, scans or turns along the batch: `cumsum(0)`, `roll(1, 0)`;
+- it looks for each number among those of all examples, or adds them up beside it: `torch.isin(ids, seen)`,
+  `torch.bucketize(x, x[:, 0])`, `torch.einsum("bi,ci->b", x, z)`;
 - it does something else to some places in the batch: `h[2:]`, `h.triu()`, `h.index_fill(0, first, 0)`;
 - the size of the batch, or an example's place in it, enters as a number: `h / len(h)`, `torch.arange(len(h))`, `table[:len(h)]`.
 
@@ -23,6 +25,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from ..base.equations import parse
+from ..base.fakes import expression
 from ..base.nodes import (
     batch_dims,
     bind,
@@ -55,6 +59,10 @@ _RANGES = names("arange linspace eye scalar_tensor")
 _COUNTS = names("""
     sum cumsum count_nonzero nansum norm linalg_vector_norm logsumexp softmax log_softmax prod cumprod trace mm matmul dot
 """)
+# operands of which every place of the result looks at the whole, or at the whole of the last dimension
+_SEARCHED = {"isin": "test_elements", "searchsorted": "sorted_sequence", "bucketize": "boundaries"}
+# slices of a value are each brought to a size
+_SLICES = names("renorm group_norm layer_norm rms_norm")
 # operands that are places, and not numbers that go into the result
 _PLACES = names("indices index offsets repeats")
 
@@ -122,21 +130,42 @@ def _goes_along(node: fx.Node, batch: Any) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     name, named = operation(node).removesuffix("_"), by_name(node.target, node.args, node.kwargs)
-    if (sizes := _windows(name, named)) is not None:
+    if (sizes := _windows(name, named, node)) is not None:
         val = value(node.args[0])  # pyright: ignore[reportArgumentType]
         return any(d >= val.dim() - len(sizes) and sizes[d - val.dim()] != 1 for d in batch_dims(val, batch))
     if name == "scaled_dot_product_attention":
         return value(named["key"]).dim() - 2 in batch_dims(value(named["key"]), batch)
-    if name not in SCANS | _SOME:
+    if name in _SEARCHED:
+        return _is_searched(name, named.get(_SEARCHED[name]), batch)
+    if name == "einsum":
+        return _is_contracted(named, batch)
+    if name not in SCANS | _SOME | _SLICES:
         return False
-    along = value(named["self"])
+    along = value(named["self"] if "self" in named else named["input"])
     indices = nodes_in(named.get("indices", named.get("index")))
     if name in _AT and any(batch_dims(value(n), batch) for n in indices):
         return False
     return not _dims(name, named, along.dim()).isdisjoint(batch_dims(along, batch))
 
 
-def _windows(name: str, named: dict[str, Any]) -> list[Any] | None:
+def _is_searched(name: str, operand: Any, batch: Any) -> bool:
+    if not isinstance(operand, fx.Node):  # a number
+        return False
+    dims = batch_dims(value(operand), batch)
+    return bool(dims) if name == "isin" else value(operand).dim() - 1 in dims
+
+
+def _is_contracted(named: dict[str, Any], batch: Any) -> bool:
+    """Whether an einsum adds up over the batch of one of its operands."""
+    terms, result = parse(named["equation"])
+    for letters, val in zip(terms, map(value, named["tensors"]), strict=True):
+        own = letters.replace("...", "." * (val.dim() + 3 - len(letters)))
+        if any(own[d] not in result for d in batch_dims(val, batch)):
+            return True
+    return False
+
+
+def _windows(name: str, named: dict[str, Any], node: fx.Node) -> list[Any] | None:
     """The sizes of what moves along the last dimensions, or of what is put beside them: of one alone, each place is by itself."""
     if name in ("pad", "constant_pad_nd"):
         pads = named["pad"]
@@ -146,6 +175,9 @@ def _windows(name: str, named: dict[str, Any]) -> list[Any] | None:
     n = int(window[1])
     if "weight" in named:
         return list(value(named["weight"]).shape[2:])
+    if "upsample" in name:
+        old, new = (map(expression, value(v).shape[-n:]) for v in (node.args[0], node))  # pyright: ignore[reportArgumentType]
+        return [int(a == b) for a, b in zip(old, new, strict=True)]
     sizes = named.get("kernel_size", [0])  # an adaptive one has the whole
     return sizes * n if len(sizes) == 1 else sizes
 
@@ -154,6 +186,12 @@ def _dims(name: str, named: dict[str, Any], rank: int) -> set[int]:
     """The dimensions of a value that an operation goes along, counted from the front."""
     if name in ("triu", "tril"):
         return {rank - 2, rank - 1}
+    if name == "renorm":
+        return set(range(rank)) - {named["dim"] % rank}
+    if name == "group_norm":
+        return set(range(1, rank))
+    if name in ("layer_norm", "rms_norm"):
+        return set(range(rank - len(named["normalized_shape"]), rank))
     if name == "diagonal_scatter":
         return {named["dim1"] % rank, named["dim2"] % rank}
     if name == "index_put":
