@@ -68,6 +68,18 @@ MODELS = {
         x @ p["w"] * (1 + F.interpolate(far(x).T[None], scale_factor=2.0, mode="linear")[0].T[::2, :1])
     ),
     "spectrum_of_the_batch": lambda p, x: x @ p["w"] * (1 + torch.fft.fftn(far(x), dim=(0, 1)).abs()[:, :1]),
+    "spectrum_of_numbers": lambda p, x: (
+        x @ p["w"] * (1 + torch.fft.ihfft(torch.cat([far(x), far(x)]), dim=0).abs()[:-1, :1])
+    ),
+    "windows_of_the_batch": lambda p, x: (
+        x @ p["w"] * (1 + F.unfold(far(x)[None, None], (3, 1), padding=(1, 0)).sum(1).view(-1, 3)[:, :1])
+    ),
+    "sampled": lambda p, x: (
+        x @ p["w"] * (1 + F.grid_sample(far(x)[None, None], x[None, :, :1, None][..., [0, 0]] * 0, align_corners=False)[0, 0])
+    ),
+    "native_layer_norm_over_the_batch": lambda p, x: (
+        x @ p["w"] * (1 + torch.native_layer_norm(far(x)[:, 0], x.shape[:1], None, None, 1e-5)[0][:, None])
+    ),
     "number_of_examples": lambda p, x: x @ p["w"] * (1 + x.shape[0] // 100),
     "number_in_a_tensor": lambda p, x: x @ p["w"] * torch.full((), x.shape[0] - 50.0).clamp(min=1),
     "number_counted": lambda p, x: x @ p["w"] * (torch.ones(x.shape[0]).sum() - 50).clamp(min=1),

@@ -18,7 +18,7 @@ def names(text: str) -> frozenset[str]:
 SCANS = names("""
     cumsum cumprod cummax cummin logcumsumexp sort argsort topk kthvalue median mode softmax _softmax log_softmax _log_softmax
     flip roll diff fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2
-    fft_fftn fft_ifftn fft_rfftn fft_irfftn
+    fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfft fft_ihfft
 """)
 # along the last so many of (b, channels, ...)
 WINDOWS = re.compile(

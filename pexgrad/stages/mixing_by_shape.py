@@ -62,7 +62,7 @@ _COUNTS = names("""
 # operands of which every place of the result looks at the whole, or at the whole of the last dimension
 _SEARCHED = {"isin": "test_elements", "searchsorted": "sorted_sequence", "bucketize": "boundaries"}
 # slices of a value are each brought to a size
-_SLICES = names("renorm group_norm layer_norm rms_norm")
+_SLICES = names("renorm group_norm native_group_norm layer_norm native_layer_norm rms_norm")
 # operands that are places, and not numbers that go into the result
 _PLACES = names("indices index offsets repeats")
 
@@ -170,6 +170,10 @@ def _windows(name: str, named: dict[str, Any], node: fx.Node) -> list[Any] | Non
     if name in ("pad", "constant_pad_nd"):
         pads = named["pad"]
         return [1 + abs(pads[i]) + abs(pads[i + 1]) for i in range(0, len(pads), 2)][::-1]
+    if name == "im2col":
+        return named["kernel_size"]
+    if name.startswith("grid_sampler"):  # the whole, at places that are data
+        return [0] * (value(named["input"]).dim() - 2)
     if not (window := WINDOWS.fullmatch(name)):
         return None
     n = int(window[1])
@@ -188,9 +192,9 @@ def _dims(name: str, named: dict[str, Any], rank: int) -> set[int]:
         return {rank - 2, rank - 1}
     if name == "renorm":
         return set(range(rank)) - {named["dim"] % rank}
-    if name == "group_norm":
+    if name in ("group_norm", "native_group_norm"):
         return set(range(1, rank))
-    if name in ("layer_norm", "rms_norm"):
+    if name in ("layer_norm", "native_layer_norm", "rms_norm"):
         return set(range(rank - len(named["normalized_shape"]), rank))
     if name == "diagonal_scatter":
         return {named["dim1"] % rank, named["dim2"] % rank}
