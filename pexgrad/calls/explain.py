@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 
 from torch import Tensor
@@ -49,76 +50,53 @@ Uses = Sequence[tuple[BoundSite, Operand, Term]]
 
 def explain(pipeline: Pipeline | None, uses: Uses, strategy: str, call: Call) -> Explanation:
     """Describe every use of every parameter, then the parameters that are frozen or unused."""
-    params, trainable = call.params, call.trainable
-    size = {k: call.batch * params[k].numel() * params[k].element_size() for k in params}
+    size = {k: call.batch * p.numel() * p.element_size() for k, p in call.params.items()}
     if pipeline is None:
         how = "loop" if strategy == "naive" else "aliases"
-        lines = [Line(k, "(any)", "", strategy, how, "from rows", size[k], "", "") for k in trainable]
+        lines = [Line(k, "(any)", "", strategy, how, "from rows", size[k], "", "") for k in call.trainable]
     else:
-        by_rows = _by_rows(params, [term for _, _, term in uses])
-        lines = [
-            _line(
-                site,
-                operand,
-                term,
-                k,
-                size[k],
-                k in by_rows,
-                derived=pipeline.windows[operand.node] is None,
-                tied=_tied(uses, k),
-            )
-            for site, operand, term in uses
-            for k in term.params
-        ]
-        used = {line.parameter for line in lines}
-        lines += [
-            Line(k, "(none)", "", "zeros", "", "", size[k], "unused", "") for k in trainable if k not in used
-        ]
-    lines += [Line(k, "(none)", "", "", "", "", 0, "frozen", "") for k in params if k not in trainable]
-    order = {k: i for i, k in enumerate(params)}
+        lines = list(_lines(pipeline, uses, call.params, size))
+    missing = size.keys() - {line.parameter for line in lines}
+    unused = [k for k in call.trainable if k in missing]
+    lines += [Line(k, "(none)", "", "zeros", "", "", size[k], "unused", "") for k in unused]
+    lines += [Line(k, "(none)", "", "", "", "", 0, "frozen", "") for k in missing - set(unused)]
+    order = {k: i for i, k in enumerate(call.params)}
     return Explanation(tuple(sorted(lines, key=lambda line: order[line.parameter])))
 
 
-def _tied(uses: Uses, parameter: str) -> bool:
-    # one use may come to a parameter on several paths
-    return len({id(operand) for _, operand, _ in uses if parameter in operand.params}) > 1
+def _lines(pipeline: Pipeline, uses: Uses, params: dict[str, Tensor], size: dict[str, int]) -> Iterator[Line]:
+    by_rows = _by_rows(params, [term for _, _, term in uses])
+    operands = {
+        id(operand): operand for _, operand, _ in uses
+    }  # one may come to a parameter on several paths
+    times = Counter(k for operand in operands.values() for k in operand.params)
+    for bound, operand, term in uses:
+        node = bound.site.node
+        rule = next(use.rule for use in bound.uses if use.operand is operand)
+        derived = pipeline.windows[operand.node] is None
+        for k in term.params:
+            flags = {
+                "fallback": rule is None,
+                "derived": derived,
+                "view": not derived and term.window is not None and not term.window.whole,
+                "tied": times[k] > 1,
+            }
+            yield Line(
+                parameter=k,
+                operation=f"{operation(node)}.{operand.name}",
+                module=str(node.meta.get("path", "")),
+                rule="fallback" if rule is None else rule.name,
+                rows=term.factor.algorithm(),
+                norms="rows in pieces" if k in by_rows else term.factor.norm_algorithm(),
+                bytes=size[k],
+                flags=" ".join(flag for flag, on in flags.items() if on),
+                source=str(node.meta.get("source", "")),
+            )
 
 
 def _by_rows(params: dict[str, Tensor], terms: list[Term]) -> set[str]:
     """Parameters whose norms take rows, whatever the factors could do: computed from others, or used in parts that overlap."""
     return {k for c in components(params, terms, False) if c.windows() is None for k in c.leaves}
-
-
-def _line(
-    bound: BoundSite,
-    operand: Operand,
-    term: Term,
-    parameter: str,
-    size: int,
-    by_rows: bool,
-    *,
-    derived: bool,
-    tied: bool,
-) -> Line:
-    node = bound.site.node
-    rule = next(use.rule for use in bound.uses if use.operand is operand)
-    flags = {
-        "fallback": rule is None,
-        "derived": derived,
-        "view": not derived and term.window is not None and not term.window.whole,
-        "tied": tied,
-    }
-    return Line(
-        parameter=parameter,
-        operation=f"{operation(node)}.{operand.name}",
-        module=str(node.meta.get("path", "")),
-        rule="fallback" if rule is None else rule.name,
-        rows=term.factor.algorithm(),
-        norms="rows in pieces" if by_rows else term.factor.norm_algorithm(),
-        bytes=size,
-        flags=" ".join(k for k, on in flags.items() if on),
-        source=str(node.meta.get("source", "")),
-    )
 
 
 def _text(v: object) -> str:
