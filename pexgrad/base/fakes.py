@@ -30,15 +30,8 @@ TRACING = threading.RLock()
 
 # torch's own shape functions ask for sizes to compute the metadata of fake tensors
 _METADATA = tuple(
-    os.sep + os.path.join("torch", *parts)
-    for parts in (
-        ("_subclasses",),
-        ("_prims_common",),
-        ("_prims",),
-        ("_refs",),
-        ("_meta_registrations.py",),
-        ("_decomp",),
-    )
+    os.path.join(os.sep + "torch", part)
+    for part in ("_subclasses", "_prims_common", "_prims", "_refs", "_meta_registrations.py", "_decomp")
 )
 
 
