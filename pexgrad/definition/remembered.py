@@ -6,9 +6,8 @@ parameters, while the loss looks at the model itself, and finds what an earlier 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,19 +19,19 @@ from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.contents import plain_attributes
 from ..inputs.names import names_in
-from ..inputs.reads import of_class, of_function
 from ..inputs.rebind import Bound, rebind, shared, uncached
-from ..inputs.snapshot import snapshot
+from ..inputs.snapshot import walked
 
 
 def refuse_remembered(model: Bound, loss: Any, call: Call) -> None:
     """Raise where the loss reads an attribute that the model's forward fills with something computed from parameters."""
     if not isinstance(model.model, nn.Module) or not call.batch:
         return
-    own = set(map(id, model.model.modules()))
-    if not any(id(r) in own for r in snapshot(loss).references):
+    own = list(model.model.modules())
+    walk = walked(loss, around=[m for m in own if m is not loss])
+    if set(map(id, own)).isdisjoint(map(id, walk.found.references)):
         return
-    named = {n for function in _functions(loss) for n in names_in(function)}
+    named = {n for code in walk.holders if isinstance(code, FunctionType) for n in names_in(code)}
     for name in _filled(model.model, call):
         if name in named:
             raise LossError(
@@ -61,22 +60,3 @@ def _filled(model: nn.Module, call: Call) -> Iterator[str]:
 
 def _attached(model: nn.Module) -> Iterator[Any]:
     return (t for m in model.modules() for t in shared(vars(m)))
-
-
-def _functions(loss: Any) -> Iterator[FunctionType]:
-    """The loss's own code, and that of the functions which it calls by name."""
-    left, seen = [loss], set[int]()
-    while left:
-        f = left.pop()
-        if id(f) in seen:
-            continue
-        seen.add(id(f))
-        if isinstance(f, functools.partial):
-            left.append(f.func)
-        elif isinstance(f, MethodType):
-            left.append(f.__func__)
-        elif isinstance(f, FunctionType):
-            yield f
-            left += [v for _, v in of_function(f) if isinstance(v, FunctionType | MethodType)]
-        elif f is loss:  # an object that is called: a module, say
-            left += [v for _, v in of_class(type(f))]

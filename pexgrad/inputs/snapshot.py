@@ -121,9 +121,9 @@ def held_by(value: Any) -> list[Any]:
     return [*walk.found.references, *walk.found.loose.values()]
 
 
-def walked(model: Callable[..., Any]) -> Walk:
-    """The walk through a module, a function or any other callable."""
-    walk = Walk()
+def walked(model: Callable[..., Any], around: Iterable[nn.Module] = ()) -> Walk:
+    """The walk through a module, a function or any other callable; `around` modules that it meets, and not through them."""
+    walk = Walk(around)
     if isinstance(model, nn.Module):
         walk.modules(model, named=True)
     else:
@@ -135,11 +135,11 @@ def walked(model: Callable[..., Any]) -> Walk:
 class Walk:
     """One walk, on which everything leaves a mark: two that leave the same have found the same in the same places."""
 
-    def __init__(self) -> None:
+    def __init__(self, around: Iterable[nn.Module] = ()) -> None:
         self.found = Snapshot({}, {}, [], {})
         self.holders: list[Any] = []  # modules, objects, containers and functions that have been looked into
         self._marks = self.found.references
-        self._seen = set[Any]()
+        self._seen: set[Any] = set(map(id, around))
         self._tensors: dict[int, int] = {}  # the number of each, in the order in which they were met
 
     def modules(self, root: nn.Module, *, named: bool) -> None:
