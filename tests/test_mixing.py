@@ -365,6 +365,12 @@ class Routed(nn.Module):
         self.penalty = self.last["penalty"] = gate.square().mean()
         return self.head(x) * gate[:, :1]
 
+    def penalised(self, out, y):
+        return F.cross_entropy(out, y, reduction="none") + self.further()
+
+    def further(self):
+        return self.penalty
+
 
 @pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
 @pytest.mark.parametrize("start", [None, 0.0, torch.zeros(())])
@@ -378,6 +384,30 @@ def test_a_loss_that_reads_what_the_forward_wrote(strategy, start, where):
     fn = pexgrad.per_example_grad(model, losses[where], strategy=strategy)
     with pytest.raises(pexgrad.LossError, match=f"reads '{where}' from the model"):
         fn(dict(model.named_parameters()), torch.randn(B, 4), labels(B, 3))
+
+
+@pytest.mark.parametrize("how", ["method", "called", "in a dict", "in an object"])
+def test_a_loss_that_reads_what_the_forward_wrote_by_code_of_others(how):
+    model = Routed(None)
+    table = {"loss": lambda out, y: F.cross_entropy(out, y, reduction="none") + model.penalty}
+    losses = {
+        "method": model.penalised,
+        "called": lambda out, y: model.penalised(out, y),
+        "in a dict": lambda out, y: table["loss"](out, y),
+        "in an object": Penalised(model),
+    }
+    with pytest.raises(pexgrad.LossError, match="reads 'penalty' from the model"):
+        pexgrad.per_example_grad(model, losses[how])(
+            dict(model.named_parameters()), torch.randn(B, 4), labels(B, 3)
+        )
+
+
+class Penalised:
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, out, y):
+        return self.model.penalised(out, y)
 
 
 def test_looking_at_what_a_forward_writes_changes_no_parameter():

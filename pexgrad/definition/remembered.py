@@ -18,7 +18,7 @@ from ..base.still import StandStill
 from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.contents import plain_attributes
-from ..inputs.names import names_in
+from ..inputs.reads import reached
 from ..inputs.rebind import Bound, rebind, shared, uncached
 from ..inputs.snapshot import walked
 
@@ -27,11 +27,13 @@ def refuse_remembered(model: Bound, loss: Any, call: Call) -> None:
     """Raise where the loss reads an attribute that the model's forward fills with something computed from parameters."""
     if not isinstance(model.model, nn.Module) or not call.batch:
         return
-    own = list(model.model.modules())
-    walk = walked(loss, around=[m for m in own if m is not loss])
-    if set(map(id, own)).isdisjoint(map(id, walk.found.references)):
+    own = {id(m): m for m in model.model.modules()}
+    walk = walked(loss, around=[m for m in own.values() if m is not loss])
+    read = {type(own[id(r)]) for r in walk.found.references if id(r) in own}
+    code = [held for held in walk.holders if isinstance(held, FunctionType)]
+    named = frozenset[str]().union(*(reached(code, kind) for kind in read))  # in methods that it calls, too
+    if not named:
         return
-    named = {n for code in walk.holders if isinstance(code, FunctionType) for n in names_in(code)}
     for name in _filled(model.model, call):
         if name in named:
             raise LossError(
