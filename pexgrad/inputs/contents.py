@@ -63,8 +63,7 @@ def numbers_in(value: Any) -> bytes | None:
 def inside_of(value: Any) -> list[tuple[Any, Any]] | None:
     """What a container holds, code reads, or an object is made of that is made of settings; None for any other."""
     try:
-        found = _look_inside(value)
-        return None if found is None else list(found)
+        return _look_inside(value)
     except Exception:  # noqa: BLE001 - a class of the user's may refuse to be gone through; then it is itself alone
         return None
 
@@ -77,24 +76,21 @@ def attributes_of(value: Any, names: frozenset[str]) -> tuple[list[tuple[Any, An
         return [], frozenset()
 
 
-def _look_inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    kind = type(value)
-    if kind in _CODE:
-        return of_function(value) if kind is not type else of_class(value)
+def _look_inside(value: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(value, FunctionType | MethodType):
+        return of_function(value)
     if isinstance(value, type):
         return of_class(value)
     if isinstance(value, functools.partial):
         return [("", value.func), *enumerate(value.args), *value.keywords.items()]
-    if kind is ModuleType:
-        return None
     if isinstance(value, ContextVar):
         return [("", value.get(None))]
-    if isinstance(value, CONTAINERS) and len(value) > MANY:
+    if type(value) is ModuleType or (isinstance(value, CONTAINERS) and len(value) > MANY):
         return None
     if isinstance(value, Mapping):
         return [*enumerate(value), *enumerate(value.values())]  # the keys count too
     if isinstance(value, CONTAINERS):
-        return enumerate(value)
+        return [*enumerate(value)]
     if not _is_settings(value):
         return None
     slots = attribute_names(value) - vars(value).keys()

@@ -35,8 +35,7 @@ def of_function(function: FunctionType | MethodType) -> Reads:
     """What a function reads, by name; nothing for a library's."""
     if isinstance(function, MethodType):
         code, owner = function.__func__, function.__self__
-        names = reached([code] if isinstance(code, FunctionType) else [])
-        return [("", code), *_named("self", owner, names)]
+        return [("", code), *_named("self", owner, reached([code]))]
     if not names_in(function) and not function.__closure__ and not function.__defaults__:
         return []
     names = reached([function])
@@ -95,15 +94,17 @@ def forget_names() -> None:
 
 def names_in_code(function: FunctionType | MethodType) -> frozenset[str]:
     """The names in a function's code, and in the code that it reaches."""
-    if isinstance(function, FunctionType):
-        return reached([function])
-    code = function.__func__
-    return reached([code] if isinstance(code, FunctionType) else [], type(function.__self__))
+    if isinstance(function, MethodType):
+        return reached([function.__func__], type(function.__self__))
+    return reached([function])
 
 
-def reached(functions: Iterable[FunctionType], kind: type | None = None) -> frozenset[str]:
-    """The names in functions' code, and in that of the user's functions and classes, and methods of a class, that they name."""
-    return frozenset[str]().union(*map(names_in, _code_from(functions, kind)))
+def reached(held: Iterable[Any], kind: type | None = None) -> frozenset[str]:
+    """The names in the code of functions, and in that of the user's functions and classes, and methods of a class, that it names.
+
+    Anything else that is held is left out.
+    """
+    return frozenset[str]().union(*map(names_in, _code_from(held, kind)))
 
 
 def _code_from(held: Iterable[Any], kind: type | None = None) -> Iterator[FunctionType]:
@@ -133,15 +134,14 @@ def _among_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
         yield name, function.__globals__[name]
 
 
-def _functions_of(held: Any, names: frozenset[str]) -> list[FunctionType]:
-    """The functions that code calls by what it names: a function, those of a class, those of a module of the user's."""
+def _functions_of(held: Any, names: frozenset[str]) -> list[Any]:
+    """What code may call by what it names: a function, those of a class, those of a module of the user's."""
     if isinstance(held, ModuleType):
         inside = [] if _is_installed(held) else [vars(held)[n] for n in names & vars(held).keys()]
         return [f for v in inside if not isinstance(v, ModuleType) for f in _functions_of(v, names)]
     if isinstance(held, type):
         return _methods(held, names)
-    f = _function(held)
-    return [f] if isinstance(f, FunctionType) else []
+    return [_function(held)]
 
 
 def _methods(kind: type, names: frozenset[str]) -> list[FunctionType]:
@@ -181,8 +181,7 @@ def _is_unnamed(name: str) -> bool:
 
 def _unnamed(kind: type) -> list[FunctionType]:
     """The special methods of a user's class, which code calls without a name: `table[i]`, `with scale:`, `op(x)`."""
-    special = [_function(v) for c in _own_bases(kind) for n, v in vars(c).items() if _is_unnamed(n)]
-    return [f for f in special if isinstance(f, FunctionType)]
+    return [f for n, f in of_class(kind) if isinstance(f, FunctionType) and _is_unnamed(n)]
 
 
 def is_users(kind: type) -> bool:
@@ -230,9 +229,9 @@ def _named(name: str, value: Any, names: frozenset[str]) -> Reads:
     methods, names = _names_of_methods(kind, names)
     of_kind = {n: v for c in reversed(kind.__mro__[:-1]) for n, v in vars(c).items()}
     slots = {n: getattr(value, n, None) for n, v in of_kind.items() if isinstance(v, MemberDescriptorType)}
-    if not is_users(kind):  # a namespace, say
-        return [(name, value), *_attributes(name, {**slots, **held}, names)]
-    of_kind = {n: _function(v) for n, v in of_kind.items()}
+    of_kind = (
+        {n: _function(v) for n, v in of_kind.items()} if is_users(kind) else {}
+    )  # none of a namespace's, say
     plain = {n: v for n, v in of_kind.items() if not isinstance(v, FunctionType | MemberDescriptorType)}
     return [(name, value), *_attributes(name, {**plain, **slots, **held}, names), *methods]
 
@@ -245,9 +244,7 @@ def _names_of_methods(kind: type, names: frozenset[str]) -> tuple[Reads, frozens
     """The methods of a user's class that code calls, by these names or without one, and all names that are reached there."""
     if not is_users(kind):
         return [], names
-    named = (_function(getattr(kind, n, None)) for n in sorted(names))
-    called = [f for f in (*named, *_unnamed(kind)) if isinstance(f, FunctionType)]
-    every = names | reached(called, kind)
+    every = names | reached((_function(getattr(kind, n, None)) for n in names), kind)
     methods = {
         n: f for n in sorted(every) if isinstance(f := _function(getattr(kind, n, None)), FunctionType)
     }

@@ -132,9 +132,13 @@ class Bound:
         forward = self.at(params, copies)
         if not _reaches_itself(self._module):
             return forward
-        return _substituted(
-            forward, {id(t): (params | copies)[k] for k, t in named_tensors(self._module).items()}
-        )
+        mode = _Substitution({id(t): (params | copies)[k] for k, t in named_tensors(self._module).items()})
+
+        def substituted(*args: Any, **kwargs: Any) -> Any:
+            with mode:
+                return forward(*args, **kwargs)
+
+        return substituted
 
     def run(self, params: dict[str, Tensor], x: Any) -> Any:
         """The output at these parameters; the model may write into what it is given: it gets copies of that."""
@@ -175,14 +179,6 @@ class _Substitution(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(lambda t: self._replacements.get(id(t), t), (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _substituted(forward: Callable[..., Any], replacements: dict[int, Tensor]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _Substitution(replacements):
-            return forward(*args, **kwargs)
-
-    return run
 
 
 def global_hooks() -> list[tuple[Any, ...]]:
