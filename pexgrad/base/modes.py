@@ -148,7 +148,7 @@ def unwrapped(t: Tensor) -> Tensor:
     return t
 
 
-def one_of(t: Tensor) -> Tensor:
+def first_of(t: Tensor) -> Tensor:
     """The first of the values that a wrapped or dual tensor stands for; call it with no transform running."""
     dims = [_functorch.maybe_get_bdim(level) for level in _levels(t) if _functorch.is_batchedtensor(level)]
     t = unwrapped(t)

@@ -17,7 +17,6 @@ from torch import Tensor, fx
 
 from ..base import modes, nested, trees
 from ..base.fakes import TRACING
-from ..base.modes import without_autocast
 from ..errors import InputError, TraceError
 from ..flat.lower import Lowered
 from ..flat.lowered_module import with_arguments
@@ -44,7 +43,9 @@ def composable(call: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_dynamo_compiling():
             return _call_compiled(self, composed, params, x, y, options)
         if nested.is_nested(params):
-            return _call_nested(self, composed, params, x, y, options)
+            flat, named, whole = self._by_name(params)
+            options = {k: nested.flatten(v) if nested.is_nested(v) else v for k, v in options.items()}
+            return whole(composed(flat, named, x, y, **options))
         arguments = _as_dict(params), x, y
         given, inside = (*arguments, options), modes.inside_transform()
         if inside:
@@ -62,9 +63,10 @@ def _call_compiled(
 ) -> Any:
     # what cannot be one operation of a compiled graph runs as it does elsewhere, between two graphs
     as_operation = transform._parts() and not transform._options.create_graph and "out" not in options
-    if not (as_operation and compiled.takes((_as_dict(params), x, y, options))):
-        return _uncompiled(call, transform, params, x, y, options)  # pyright: ignore[reportCallIssue]
-    return compiled.call(transform, _as_dict(params), x, y, options)
+    params = _as_dict(params)
+    if as_operation and compiled.takes((params, x, y, options)):
+        return compiled.call(transform, params, x, y, options)
+    return _uncompiled(call, transform, params, x, y, options)  # pyright: ignore[reportCallIssue]
 
 
 @torch.compiler.disable
@@ -81,12 +83,6 @@ def _wrapped(what: str) -> str:
     )
 
 
-def _in_words(smallest: int, largest: int | None) -> int | str:
-    if largest is None:
-        return f"{smallest} or more" if smallest else "any"
-    return smallest if smallest == largest else f"{smallest} to {largest}"
-
-
 def _counted(tree: Any, call: Call, mask: Tensor) -> Any:
     """The examples with those that a mask does not count replaced by the first that it counts: padding may hold anything."""
     index = torch.where(mask, torch.arange(call.batch, device=mask.device), mask.int().argmax())
@@ -95,19 +91,6 @@ def _counted(tree: Any, call: Call, mask: Tensor) -> Any:
 
 def _as_dict(params: Any) -> Any:
     return dict(params) if isinstance(params, Mapping) else params
-
-
-def _call_nested(
-    transform: Composable,
-    call: Callable[..., Any],
-    params: Mapping[str, Any],
-    x: Any,
-    y: Any,
-    options: dict[str, Any],
-) -> Any:
-    flat, named, whole = transform._by_name(params)
-    options = {k: nested.flatten(v) if nested.is_nested(v) else v for k, v in options.items()}
-    return whole(call(flat, named, x, y, **options))
 
 
 class Composable(Pickled):
@@ -143,13 +126,13 @@ class Composable(Pickled):
 
     def _flat(self, paths: nested.Structure) -> Self:
         """The same transform of the flat dict of parameters."""
+        if self._model.is_module:
+            return self
         with TRACING:
             if paths not in self._by_structure:
-                other = copy.copy(self)
-                if not self._model.is_module:  # a module takes the flat dict anyway
-                    other._model = Bound(nested.taking_flat(self._model.model, paths))
-                    other._reset()
-                self._by_structure[paths] = other
+                other = self._by_structure[paths] = copy.copy(self)
+                other._model = Bound(nested.taking_flat(self._model.model, paths))
+                other._reset()
             return self._by_structure[paths]
 
     def _by_name(self, params: Params) -> tuple[Self, Params, Callable[[Any], Any]]:
@@ -188,10 +171,7 @@ class Composable(Pickled):
         transform, named, whole = self._by_name(params)
         with modes.outside_transforms(), modes.recording():
             call = check_call(transform._model, *map(modes.recordable, (_as_dict(named), x, y)))
-            lowered = transform._graph(call)
-            graph = with_arguments(lowered, call, (params, x, y), whole)
-        graph.meta["batch"] = _in_words(*lowered.sizes(call.batch))
-        return graph
+            return with_arguments(transform._graph(call), call, (params, x, y), whole)
 
     def _graph(self, call: Call, *further: Tensor) -> Lowered:
         """The flat graph that serves a call, from the cache if it is there."""
@@ -248,8 +228,8 @@ class Composable(Pickled):
             x, y = (_counted(tree, call, mask) for tree in (x, y))
             further = (mask,)
         with modes.outside_transforms(), modes.recording():
-            arguments = (trees.map_tensors(modes.one_of, t) for t in (dict(params), x, y))
-            lowered = self._graph(check_call(self._model, *arguments), *map(modes.one_of, further))
+            arguments = (trees.map_tensors(modes.first_of, t) for t in (dict(params), x, y))
+            lowered = self._graph(check_call(self._model, *arguments), *map(modes.first_of, further))
         values = [*replace(call, x=x, y=y).flat(), *further]
-        with without_autocast(values[0].device.type):
+        with modes.without_autocast(values[0].device.type):
             return lowered.run(values)

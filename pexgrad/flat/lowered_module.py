@@ -57,7 +57,9 @@ def with_arguments(
     graph.output(result)
     graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(["params", "x", "y"], spec, result_spec)))
     graph.lint()
-    return fx.GraphModule(root, graph, "Lowered")
+    module = fx.GraphModule(root, graph, "Lowered")
+    module.meta["batch"] = _in_words(*served)
+    return module
 
 
 @has_side_effect
@@ -67,11 +69,16 @@ def check_batch(x: Tensor | fx.Proxy, smallest: int, largest: int | None) -> Non
         x.tracer.create_proxy("call_function", check_batch, (x, smallest, largest), {})
         return
     if x.shape[0] < smallest or (largest is not None and x.shape[0] > largest):
-        served = f"{smallest} or more" if largest is None else f"{smallest} to {largest}"
         raise InputError(
-            f"this graph is for batches of {smallest if smallest == largest else served}, and x has {x.shape[0]} examples; "
-            "lower the function for that batch size, or call it itself"
+            f"this graph is for batches of {_in_words(smallest, largest)}, and x has {x.shape[0]} examples; lower the function "
+            "for that batch size, or call it itself"
         )
+
+
+def _in_words(smallest: int, largest: int | None) -> int | str:
+    if largest is None:
+        return f"{smallest} or more" if smallest else "any"
+    return smallest if smallest == largest else f"{smallest} to {largest}"
 
 
 def _placeholders(
