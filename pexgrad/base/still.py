@@ -62,10 +62,6 @@ def _rrelu(x: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return x * noise.copy_(_slopes(x, *args[:2]))  # read again by the backward
 
 
-def _rrelu_in_place(x: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return x.mul_(noise.copy_(_slopes(x, *args[:2])))
-
-
 def _rrelu_functional(x: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     slopes = _slopes(x, *args[:2])
     return x * slopes, slopes
@@ -95,7 +91,7 @@ _STILL: dict[str, Still] = {
     "multinomial": _multinomial,
     "native_dropout": _native_dropout,
     "rrelu_with_noise": _rrelu,
-    "rrelu_with_noise_": _rrelu_in_place,
+    "rrelu_with_noise_": lambda x, *args, **kwargs: x.copy_(_rrelu(x, *args)),
     "rrelu_with_noise_functional": _rrelu_functional,
 }
 

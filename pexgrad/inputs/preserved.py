@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -59,15 +60,11 @@ def _containers(value: Any) -> Iterator[Any]:
 
 
 def _contents(container: Any) -> Undo:
-    before = list(container.items() if isinstance(container, dict) else container)
+    before = dict(container.items()) if isinstance(container, dict) else list(container)
 
     def put_back() -> None:
-        after = list(container.items() if isinstance(container, dict) else container)
-        flat = (
-            [v for pair in items for v in pair] if isinstance(container, dict) else items
-            for items in (before, after)
-        )
-        if len(before) != len(after) or any(a is not b for a, b in zip(*flat, strict=True)):
+        flat = ([*held, *held.values()] if isinstance(held, dict) else held for held in (before, container))
+        if len(before) != len(container) or not all(map(operator.is_, *flat)):
             container.clear()
             container.extend(before) if isinstance(container, list | deque) else container.update(before)
 

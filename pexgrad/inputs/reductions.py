@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ..base.fakes import expression, symbol_of
 from .steps import Step, Steps, leaves_of
-from .torch_losses import CLASSES, PER_EXAMPLE, per_example
+from .torch_losses import CLASSES, PER_EXAMPLE, per_example, reduction_of
 
 # of each arithmetic operation on numbers, by its place among them: argument -> what it is for a batch of so many, where it is
 # made of the size of the batch
@@ -221,10 +221,10 @@ class OverExamples(TorchFunctionMode):
         return reduced
 
     def _mean_or_sum(self, func: Any, settings: dict[str, Any]) -> Tensor:
-        how = settings.pop("reduction", "mean")
-        if how not in ("mean", "sum") or any(settings.get(k) is not None for k in ("size_average", "reduce")):
+        if (found := reduction_of(func, settings)) is None:
             raise NotPerExample
-        each = self._noted(func(**settings, reduction="none"), self._of_examples)
+        how, rest = found
+        each = self._noted(func(**rest, reduction="none"), self._of_examples)
         return getattr(self._apart(each).flatten(1), how)(dim=1)
 
     def _positions(self, x: Any) -> Any:

@@ -66,13 +66,13 @@ def _names_of_settings(module_type: type[nn.Module]) -> list[str]:
 
 def per_example(function: Any, settings: dict[str, Any], output: Any, y: Any) -> Tensor | None:
     """(b,): one of `PER_EXAMPLE` at these settings, reduced for each example; None where the definition is needed."""
-    reduction = _reduction(function, settings)
+    reduction = reduction_of(function, settings)
     if reduction is None or not isinstance(output, Tensor) or not isinstance(y, Tensor):
         return None
     return (_classes if function in CLASSES else _elementwise)(function, *reduction, output, y)
 
 
-def _reduction(function: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+def reduction_of(function: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """The reduction and the other settings; None where deprecated settings decide it, or there is no such reduction."""
     rest = dict(settings)
     if rest.pop("size_average", None) is not None or rest.pop("reduce", None) is not None:

@@ -83,14 +83,10 @@ def way_out(outputs: Sequence[Tensor]) -> GradientEdge | None:
     It is taken before the loss may write into the output.
     """
     active = [t for t in outputs if t.requires_grad]
-    if (
-        len(active) != 1
-        or is_recorded(active[0])
-        or active[0].numel() < LARGE
-        or not active[0].is_contiguous()
-    ):
+    if len(active) != 1 or is_recorded(active[0]):
         return None
-    return get_gradient_edge(active[0])
+    (output,) = active
+    return get_gradient_edge(output) if output.numel() >= LARGE and output.is_contiguous() else None
 
 
 def cotangents(
@@ -115,13 +111,8 @@ def cotangents(
     if together:
         with torch.enable_grad():
             total = losses.sum()
-        found |= dict(
-            zip(
-                together,
-                _backward(total, out, [forward.edges[i] for i in together], create_graph),
-                strict=True,
-            )
-        )
+        grads = _backward(total, out, [forward.edges[i] for i in together], create_graph)
+        found |= zip(together, grads, strict=True)
     return forward.cotangents(found.get(i) for i in range(len(forward.edges)))
 
 
@@ -223,10 +214,8 @@ class Backward:
 
     def _replay(self, bound: BoundSite, use: Use, own: Sequence[Tensor | None], operand: Tensor) -> Replay:
         """Run the operation once more on its own; each example's row is then one vector-Jacobian product."""
-        batch, create_graph = (
-            self.batch,
-            self.create_graph,
-        )  # for the factor, which must not hold on to all of this
+        # for the factor, which must not hold on to all of this
+        batch, create_graph = self.batch, self.create_graph
         # an alias, so that only this use of the operand counts: residuals may depend on it too
         leaf = operand.view_as(operand) if create_graph else operand.detach().requires_grad_()
 

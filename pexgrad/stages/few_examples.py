@@ -68,23 +68,19 @@ def _order(call: Call) -> list[int]:
     return first + [b for b in range(call.batch) if b not in first]
 
 
-def _compared(call: Call) -> list[Tensor]:
+def _compared(call: Call, targets: bool = True) -> list[Tensor]:
     """The tensors that noise cannot change, of whose role the examples themselves must tell."""
-    return [t for t in call.inputs() if not is_inexact(t)] + call.targets()
+    return [t for t in call.inputs() if not is_inexact(t)] + (call.targets() if targets else [])
 
 
 def alike(call: Call, targets: bool) -> tuple[int, ...]:
     """Of the compared tensors, those of which all examples are the same; with or without the targets."""
-    tensors = _compared(call)
-    counted = tensors if targets else tensors[: len(tensors) - len(call.targets())]
-    return tuple(i for i, t in enumerate(counted) if _is_alike(t))
+    return tuple(i for i, t in enumerate(_compared(call, targets)) if _is_alike(t))
 
 
 def still_alike(call: Call, which: Sequence[int]) -> bool:
     """Whether in these, too, all examples are the same."""
-    if not which:
-        return True
-    tensors = _compared(call)
+    tensors = _compared(call) if which else []
     return all(_is_alike(tensors[i]) for i in which)
 
 

@@ -82,7 +82,7 @@ class Reductions:
     def are_of(self, loss: ExampleLosses, batch: Any) -> bool:
         """Whether the loss is still made of the same, for a batch of that size; coefficients may change."""
         known = isinstance(batch, torch.SymInt) or self.graph.serves(batch)
-        return known and snapshot(loss.loss).same_but(self.code, float)
+        return known and snapshot(loss.loss).same_but_for_floats(self.code)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,9 +125,10 @@ class Losses:
         known = ways.get(gone)
         way = known or self._new_way(ways, tensors, y)
         by_numbers = calls.read_numbers and way.graph is None  # other numbers in every batch
-        if known is None or by_numbers or not way.covers(batch) or not way.together:
+        is_new = known is None or by_numbers or not way.covers(batch)
+        if is_new or not way.together:
             _refuse_written(tensors, versions)
-        if known is None or by_numbers or not way.covers(batch):
+        if is_new:
             many = way.graph is None and batch >= 2 * ways.largest
             self._compare(tensors, y, batch, batch if by_numbers else _MANY if many else _FEW)
             ways.keep(gone, way, batch)

@@ -87,7 +87,7 @@ class Reader:
         """Write numbers that the graph reads from inputs that are not floating into it, as if Python had asked for them."""
         for node in list(graph.nodes):
             val = value(node)
-            if not isinstance(val, SymInt) or not _reads(node) or not node.users or self._is_fake():
+            if not isinstance(val, SymInt) or node.target not in _ITEMS or not node.users or self._is_fake():
                 continue
             symbol = expression(val)
             params, _, inputs = self._read(graph, _computing(graph, root, [node], self.batch))
@@ -180,15 +180,11 @@ def _put(answer: Answer, node: fx.Node) -> None:
 _ITEMS = (aten.item.default, aten._local_scalar_dense.default)
 
 
-def _reads(node: fx.Node) -> bool:
-    return node.target in _ITEMS
-
-
 def _source(graph: fx.Graph, symbol: Any) -> fx.Node | None:
     """The node that read the number which `symbol` stands for."""
     for node in reversed(graph.nodes):
         val = value(node)
-        if isinstance(val, SymInt | SymBool | SymFloat) and _reads(node):
+        if isinstance(val, SymInt | SymBool | SymFloat) and node.target in _ITEMS:
             expr = expression(val)
             if expr == symbol or expr == sympy.Eq(symbol, 1):  # a boolean is a number that may be 1
                 return node
