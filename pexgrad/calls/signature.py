@@ -34,7 +34,7 @@ def signature(call: Call) -> Any:
 def identified(call: Call) -> list[Any]:
     """The objects that a signature knows by identity, to be kept alive as long as it is: another one may have that then."""
     leaves = trees.flatten((trees.as_call(call.x), call.y))[0]
-    beside = [v for v in leaves if not _is_told(v)]
+    beside = [v for v in leaves if not _is_plain(v)]
     return [*call.module.references, *(held for v in (*beside, *_around()) for held in held_by(v))]
 
 
@@ -47,8 +47,8 @@ def _strides(t: Tensor) -> tuple[int, ...] | None:
     return t.stride() if t.layout is torch.strided else None
 
 
-def _is_told(v: Any) -> bool:
-    """Whether a leaf of the inputs is described by itself, and not by what it holds."""
+def _is_plain(v: Any) -> bool:
+    """Whether a leaf of the inputs is a tensor or a value that cannot change, which is all that there is of it."""
     return isinstance(v, Tensor) or type(v) in ATOMS
 
 
@@ -56,7 +56,7 @@ def _describe(v: Any) -> Any:
     """What a trace depends on in an input leaf: everything of a tensor but its batch size, all that any other value holds."""
     if isinstance(v, Tensor):
         return v.shape[1:], v.dtype, v.device, v.stride()[1:]
-    if _is_told(v):
+    if _is_plain(v):
         return exact(v)
     numbers = v.tobytes() if hasattr(v, "tobytes") else None  # of an array, which may change in place
     return tuple(map(id, held_by(v))), numbers

@@ -42,7 +42,7 @@ _AGAIN = 16  # first calls that verify a trace again, where there is something l
 
 
 @dataclass
-class Untold:
+class Unverified:
     """The parameters of which a trace's verification has told nothing so far."""
 
     names: frozenset[str]
@@ -63,7 +63,7 @@ class Traces:
         self._kept_alive: dict[Any, list[Any]] = {}  # what the keys of _known identify
         # likewise, of the signatures of single examples that have no trace
         self._untraced: dict[Any, list[Any]] = {}
-        self._untold: WeakKeyDictionary[Pipeline, Untold] = WeakKeyDictionary()
+        self._unverified: WeakKeyDictionary[Pipeline, Unverified] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[Pipeline]:
         return (pipeline for known in self._known.values() for pipeline in known)
@@ -114,13 +114,13 @@ class Traces:
 
         So a wrong trace does not pass for good by a first batch whose weights are zero, or at which every unit is off.
         """
-        untold = self._untold.get(pipeline)
-        if untold is None or not call.batch or not untold.is_due():
+        unverified = self._unverified.get(pipeline)
+        if unverified is None or not call.batch or not unverified.is_due():
             return True
         few = draw(pipeline.trace.serves, call, REPEATED)
         try:
             with self._checking():
-                untold.names &= verify(pipeline, self._model, self._loss, call, few)
+                unverified.names &= verify(pipeline, self._model, self._loss, call, few)
         except PexgradError as e:
             known.remove(pipeline)
             if isinstance(e, UntoldError):  # a trace that is made with this call can tell
@@ -128,8 +128,8 @@ class Traces:
             raise
         except Exception:  # noqa: BLE001 - slightly different parameters may be outside the model's domain: nothing is told
             return True
-        if not untold.names:
-            del self._untold[pipeline]
+        if not unverified.names:
+            del self._unverified[pipeline]
         return True
 
     def _warn_of_changes(self, key: Any) -> None:
@@ -151,7 +151,7 @@ class Traces:
             if self._verified:
                 refuse_mixing(pipeline)
                 if names := verify(pipeline, self._model, self._loss, call, few):
-                    self._untold[pipeline] = Untold(names)
+                    self._unverified[pipeline] = Unverified(names)
         except (MixedExamplesError, LossError, VerificationError):
             raise
         except Exception as e:

@@ -26,9 +26,9 @@ _MACHINERY = frozenset(vars(nn.Module())) - {"training"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOW = ("with_kwargs", "always_called")  # a hook may be called
 _CODE = frozenset({FunctionType, MethodType, type})
-# objects that are no more than what is in them
-TOLD = (FunctionType, MethodType, functools.partial, SimpleNamespace)
 CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
+# compared by what is in them, whichever object it is
+BY_CONTENT = (*CONTAINERS, FunctionType, MethodType, functools.partial, SimpleNamespace)
 _BYTES = 1 << 16  # of an array that is looked at
 
 
@@ -61,7 +61,7 @@ def numbers_in(value: Any) -> bytes | None:
 
 
 def inside_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """What a container holds, code reads, or an object is made of that is made of settings; None for any other."""
+    """The items of a container, what code reads, the attributes of a settings object; None where the object itself counts."""
     try:
         return _look_inside(value)
     except Exception:  # noqa: BLE001 - a class of the user's may refuse to be gone through; then it is itself alone
@@ -139,8 +139,8 @@ def exact(value: Any) -> Any:
     return kind, value.hex() if kind is float else repr(value) if kind is complex else value
 
 
-def one(value: Any) -> Any:
-    """One object for all equal ones: 0.1 that has been computed anew is another object, and no change."""
+def interned(value: Any) -> Any:
+    """One object for all equal ones, so that identity can be compared: 0.1 that has been computed anew is no change."""
     if type(value) not in _EQUAL:
         return value
     if len(_ones) > _MOST:  # a coefficient that is another at every step

@@ -1,8 +1,12 @@
 """What a model holds and its code reads, looked at anew at every call: a trace is right as long as none of it changes.
 
-A module holds parameters and buffers, by name, and everything else that a trace depends on: submodules, flags, settings and
-hooks, at any depth of containers and settings objects. What is in each of these is in `contents.py`, what code reads beside its
-arguments in `reads.py`.
+One walk meets parameters and buffers, by name, and everything else that a trace depends on: submodules, flags, settings, hooks,
+functions, and all that these hold and read, at any depth. What it goes by:
+
+    names.py      the names that a function's bytecode loads
+    reads.py      what these stand for: cells of a closure, defaults, globals, methods, the attributes that code names
+    contents.py   what is inside any other object, if anything that counts is, and what cannot change
+    held.py       a tensor as it was, and whether it has changed since
 """
 
 from __future__ import annotations
@@ -19,14 +23,14 @@ from torch import Tensor, nn
 
 from .contents import (
     ATOMS,
+    BY_CONTENT,
     CONTAINERS,
     HOOKS,
-    TOLD,
     attributes_of,
     hooks_of,
     inside_of,
+    interned,
     numbers_in,
-    one,
     plain_attributes,
 )
 from .held import Held, Place, as_it_is, outline
@@ -184,7 +188,7 @@ class Walk:
     def _tensor(self, t: Tensor) -> None:
         """A loose tensor, and for one that has been met before which it is."""
         if (known := self._tensors.get(id(t))) is not None:
-            self._marks.append(one(known))
+            self._marks.append(interned(known))
             return
         self._tensors[id(t)] = len(self._tensors)
         self.found.loose[len(self._marks)] = t
@@ -204,7 +208,7 @@ class Walk:
                 value = value()
                 kind = type(value)
             if kind in ATOMS:
-                self._marks += (kind, one(value)) if kind is str else (one(value),)
+                self._marks += (kind, interned(value)) if kind is str else (interned(value),)
             elif isinstance(value, Tensor):
                 self._tensor(value)
             elif id(value) in self._seen:
@@ -212,7 +216,7 @@ class Walk:
             elif isinstance(value, nn.Module):
                 self.modules(value, named=False)
             elif (numbers := numbers_in(value)) is not None:
-                self._marks.append(one(numbers))
+                self._marks.append(interned(numbers))
             elif (inside := inside_of(value)) is None:
                 self._object(value, names)
             else:
@@ -240,9 +244,8 @@ class Walk:
             if vars(value):  # attributes of a function
                 own = names(value) | names_in_code(value)
                 inside = [*inside, *((k, v) for k, v in vars(value).items() if k in own)]
-        # what is in it may tell all: another object for the same thing is no change
-        told = isinstance(value, (*CONTAINERS, *TOLD)) or is_users_alone(kind)
-        self._marks.append(kind if told else value)
+        by_content = isinstance(value, BY_CONTENT) or is_users_alone(kind)
+        self._marks.append(kind if by_content else value)
         if isinstance(value, FunctionType | MethodType):
             names = _looked_up_once(functools.partial(names_in_code, value))
         elif isinstance(value, CONTAINERS) and is_users(kind):

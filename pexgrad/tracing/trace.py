@@ -90,20 +90,20 @@ def trace(model: Bound, call: Call, hint: int) -> Trace:
     with TRACING:
         with disguised(False) as asked:
             try:
-                return _trace(model, call, hint)
+                return _above_or_below_autograd(model, call, hint)
             except TraceError as e:
                 first = e
         if asked:
             with contextlib.suppress(TraceError), disguised(True):
-                return _trace(model, call, hint)
+                return _above_or_below_autograd(model, call, hint)
         raise first
 
 
-def _trace(model: Bound, call: Call, hint: int) -> Trace:
-    """The trace, recorded below autograd where the model's own code uses that."""
+def _above_or_below_autograd(model: Bound, call: Call, hint: int) -> Trace:
+    """The trace, recorded below autograd where the model's own code takes derivatives."""
     asked = Asked()
     try:
-        traced = _traced(model, call, hint, asked)
+        traced = _trace(model, call, hint, asked)
     except TraceError:
         if not asked.differentiates:
             raise
@@ -111,10 +111,10 @@ def _trace(model: Bound, call: Call, hint: int) -> Trace:
         if not asked.differentiates:
             return traced
     with cutting():
-        return _traced(model, call, hint, Asked(), below=True)
+        return _trace(model, call, hint, Asked(), below=True)
 
 
-def _traced(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = False) -> Trace:
+def _trace(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = False) -> Trace:
     params, buffers = call.params, call.module.buffers
     leaves, spec = trees.flatten(trees.as_call(call.x))
     mode, env = symbolic_mode()
