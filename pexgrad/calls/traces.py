@@ -120,7 +120,7 @@ class Traces:
         few = draw(pipeline.trace.serves, call, REPEATED)
         try:
             with self._checking():
-                unverified.names &= verify(pipeline, self._model, self._loss, call, few)
+                unverified.names &= verify(pipeline, self._model, call, few)
         except PexgradError as e:
             known.remove(pipeline)
             if isinstance(e, UntoldError):  # a trace that is made with this call can tell
@@ -150,7 +150,7 @@ class Traces:
             pipeline, few = build(self._model, self._loss, call)
             if self._verified:
                 refuse_mixing(pipeline)
-                if names := verify(pipeline, self._model, self._loss, call, few):
+                if names := verify(pipeline, self._model, call, few):
                     self._unverified[pipeline] = Unverified(names)
         except (MixedExamplesError, LossError, VerificationError):
             raise

@@ -23,7 +23,7 @@ from ..stages.mixing_inside import mixing_inside, opaque_nodes
 from .strategies import grad_or_zeros, naive
 
 
-def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, few: Call) -> frozenset[str]:
+def verify(pipeline: Pipeline, model: Bound, call: Call, few: Call) -> frozenset[str]:
     """Raise where the pipeline's rows or losses differ from the definition on the first two of a few examples.
 
     They are compared at their parameters, or at those of the call itself. Returns the parameters of which that tells nothing:
@@ -36,15 +36,19 @@ def verify(pipeline: Pipeline, model: Bound, loss: ExampleLosses, call: Call, fe
     with StandStill():
         at = two
         # changed parameters may lead the model's code another way, or leave its domain: then the given ones decide
-        want = naive(model, loss, at) if trace.follows(at) else None
+        want = _definition(pipeline, model, at) if trace.follows(at) else None
         if want is None or not _finite(want.rows(last=True)):
             at = two.at(call.params).at_leaves()
-            want = naive(model, loss, at)
-        _refuse_comparing(model, loss, at, want)
-        wrong = _wrong(pipeline, model, loss, at, want)
-        if wrong is not None and not _agrees_elsewhere(pipeline, model, loss, at, wrong[1]):
+            want = _definition(pipeline, model, at)
+        _refuse_comparing(model, pipeline.losses.loss, at, want)
+        wrong = _wrong(pipeline, model, at, want)
+        if wrong is not None and not _agrees_elsewhere(pipeline, model, at, wrong[1]):
             raise VerificationError(_message(*wrong, differs_alone=not trace.serves(1)))
         return frozenset(k for k, r in want.rows(last=True).items() if not (is_finite(r) and bool(r.any())))
+
+
+def _definition(pipeline: Pipeline, model: Bound, at: Call) -> Jacobian:
+    return naive(model, pipeline.losses.loss, at)
 
 
 def _refuse_comparing(model: Bound, loss: ExampleLosses, at: Call, want: Jacobian) -> None:
@@ -76,28 +80,26 @@ def _is_felt(g: Tensor, p: Tensor, value: Tensor) -> bool:
     )
 
 
-def _wrong(
-    pipeline: Pipeline, model: Bound, loss: ExampleLosses, at: Call, want: Jacobian
-) -> tuple[str, float] | None:
+def _wrong(pipeline: Pipeline, model: Bound, at: Call, want: Jacobian) -> tuple[str, float] | None:
     """The parameter whose rows differ the most from the definition's, and by how much; "" for the losses."""
     got, half = pipeline.jacobian(at, Options()), pipeline.trace.rounds_to_half()
     if _difference(got, want, half) is None:
         return None
     # what is zero but for rounding (a sum of normalised values, say) differs by all there is of it
-    wrong = _difference(got, want, half, naive(model, loss, at.moved()))
+    wrong = _difference(got, want, half, _definition(pipeline, model, at.moved()))
     excused = wrong is not None and wrong[0] and _copies_agree(got.rows(last=True), pipeline, model, at)
     return None if excused else wrong
 
 
-def _agrees_elsewhere(pipeline: Pipeline, model: Bound, loss: ExampleLosses, at: Call, error: float) -> bool:
+def _agrees_elsewhere(pipeline: Pipeline, model: Bound, at: Call, error: float) -> bool:
     """Whether a difference is that of a few branches, on which rounding decided at this very point."""
 
     def agrees(part: float) -> bool:
         near = at.moved(part)
         if not pipeline.trace.follows(near):
             return False
-        want = naive(model, loss, near)
-        return _finite(want.rows(last=True)) and _wrong(pipeline, model, loss, near, want) is None
+        want = _definition(pipeline, model, near)
+        return _finite(want.rows(last=True)) and _wrong(pipeline, model, near, want) is None
 
     return agree_nearby(error, agrees)
 

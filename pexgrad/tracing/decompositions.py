@@ -100,17 +100,17 @@ def _recurrent(
     return x, *(torch.stack(kind) for kind in zip(*last, strict=True))
 
 
-def _lstm(x: Tensor, states: Sequence[Tensor], *args: Any) -> tuple[Tensor, ...]:
-    return _recurrent(lstm_step, x, states, *args)
+def _layers(step: Step) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda x, states, *args: _recurrent(step, x, _several(states), *args)
 
 
-def _one_state(step: Step) -> Callable[..., tuple[Tensor, ...]]:
-    return lambda x, state, *args: _recurrent(step, x, (state,), *args)
+def _several(states: Any) -> tuple[Tensor, ...]:
+    return (states,) if isinstance(states, Tensor) else tuple(states)
 
 
 def _cell(step: Step) -> Callable[..., Any]:
     def cell(x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
-        state = step(linear(x, w_ih, b_ih), (hx,) if isinstance(hx, Tensor) else tuple(hx), w_hh, b_hh)
+        state = step(linear(x, w_ih, b_ih), _several(hx), w_hh, b_hh)
         return state if len(state) > 1 else state[0]  # pyright: ignore[reportGeneralTypeIssues]
 
     return cell
@@ -148,10 +148,10 @@ def refuse_packing(*_: Any) -> Any:
 
 
 DECOMPOSITIONS = {
-    aten.lstm.input: _lstm,
-    aten.gru.input: _one_state(gru_step),
-    aten.rnn_tanh.input: _one_state(tanh_step),
-    aten.rnn_relu.input: _one_state(relu_step),
+    aten.lstm.input: _layers(lstm_step),
+    aten.gru.input: _layers(gru_step),
+    aten.rnn_tanh.input: _layers(tanh_step),
+    aten.rnn_relu.input: _layers(relu_step),
     aten.lstm_cell.default: _cell(lstm_step),
     aten.gru_cell.default: _cell(gru_step),
     aten.rnn_tanh_cell.default: _cell(tanh_step),

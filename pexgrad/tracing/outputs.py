@@ -9,13 +9,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ANY_MODEL, TraceError
 
-
-class _FromGraph:
-    def __repr__(self) -> str:
-        return "FROM_GRAPH"
-
-
-FROM_GRAPH = _FromGraph()
+FROM_GRAPH = object()  # stands for a tensor that the graph gives
 
 
 class Untraced:

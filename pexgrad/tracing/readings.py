@@ -11,7 +11,7 @@ lengths). Numbers read from floating inputs, or from activations, are refused: e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -141,11 +141,6 @@ class Reader:
     def readings(self) -> tuple[tuple[Reading, Answer], ...]:
         """Those whose answer may be another one in another call."""
         return tuple((r, a) for r, a in self.given.values() if r.varies)
-
-
-def holds(readings: Sequence[tuple[Reading, Answer]], call: Call) -> bool:
-    """Whether every reading has its answer again, for every example."""
-    return all(a == answer for reading, answer in readings for a in reading.answers(call))
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from .inner import FORMS, cutting
 from .opaque import settle_hooks
 from .origins import module_paths, user_line
 from .outputs import FROM_GRAPH, stand_in
-from .readings import Answer, Reader, Reading, holds
+from .readings import Answer, Reader, Reading
 from .watching import Asked, watching
 
 
@@ -61,7 +61,7 @@ class Trace:
 
     def follows(self, call: Call) -> bool:
         """Whether every number that the model's code read from tensors is what it was, for each of these examples."""
-        return holds(self.readings, call)
+        return all(a == answer for reading, answer in self.readings for a in reading.answers(call))
 
     def constants(self) -> list[Tensor]:
         """Tensors that are neither parameters nor buffers nor inputs."""
