@@ -14,15 +14,20 @@ if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
 
-def _strategies() -> Any:
-    try:
-        # imported here, so that the checks work without it
-        import hypothesis.strategies
-    except ModuleNotFoundError as error:
-        raise PexgradError(
-            'the strategies of pexgrad.testing need hypothesis: pip install "pexgrad[test]"'
-        ) from error
-    return hypothesis.strategies
+class _Strategies:
+    """`hypothesis.strategies`, imported when it is first used, so that the checks work without it."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            import hypothesis.strategies
+        except ModuleNotFoundError as error:
+            raise PexgradError(
+                'the strategies of pexgrad.testing need hypothesis: pip install "pexgrad[test]"'
+            ) from error
+        return getattr(hypothesis.strategies, name)
+
+
+st = _Strategies()
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -36,21 +41,17 @@ def conv_configs() -> SearchStrategy[LayerConfig]:
     ...     layer, x = config.build()
     ...     check_per_example_grad(config, x, loss=lambda output, _: output.square().flatten(1).sum(1))
     """
-    return _strategies().composite(_draw_conv)()
+    return st.composite(_draw_conv)()
 
 
 def _draw_conv(draw: DrawFn) -> LayerConfig:
-    st = _strategies()
     n = draw(st.sampled_from([1, 2, 3]))
 
     def each(elements: Any) -> tuple[int, ...]:
         return tuple(draw(elements) for _ in range(n))
 
-    kernel, dilation, stride = (
-        each(_up_to((4, 3, 2)[n - 1])),
-        each(_up_to(3 if n < 3 else 2)),
-        each(_up_to(3)),
-    )
+    kernel, stride = each(_up_to((4, 3, 2)[n - 1])), each(_up_to(3))
+    dilation = each(_up_to(3 if n < 3 else 2))
     padding: Any = draw(st.sampled_from(["valid", "same", "number"]))
     if padding == "same":
         stride = (1,) * n
@@ -71,7 +72,6 @@ def _draw_conv(draw: DrawFn) -> LayerConfig:
 
 def linear_configs() -> SearchStrategy[LayerConfig]:
     """Linear layers with up to three leading dimensions besides the batch, with and without a bias."""
-    st = _strategies()
     positions = st.lists(st.integers(1, 4), max_size=3)
 
     def config(batch: int, positions: list[int], i: int, o: int, bias: bool) -> LayerConfig:
@@ -81,7 +81,7 @@ def linear_configs() -> SearchStrategy[LayerConfig]:
 
 
 def _up_to(largest: int) -> SearchStrategy[int]:
-    return _strategies().integers(1, largest)
+    return st.integers(1, largest)
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -96,11 +96,10 @@ def models(
         kinds: of the examples: `"vector"` (I,), `"image"` (C, H, W), `"tokens"` (T,) of ids.
         max_layers: before the last linear layer.
     """
-    return _strategies().composite(_draw_model)(kinds, max_layers)
+    return st.composite(_draw_model)(kinds, max_layers)
 
 
 def _draw_model(draw: DrawFn, kinds: tuple[str, ...], max_layers: int) -> ModelConfig:
-    st = _strategies()
     kind = draw(st.sampled_from(kinds))
     layers: list[Layer] = []
     vocabulary = None
@@ -131,11 +130,11 @@ def _after(layer: Layer, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _activation(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
-    return Layer(draw(_strategies().sampled_from(["Tanh", "Softplus", "GELU"])))
+    return Layer(draw(st.sampled_from(["Tanh", "Softplus", "GELU"])))
 
 
 def _linear(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
-    return Layer.of("Linear", shape[-1], draw(_up_to(4)), bias=draw(_strategies().booleans()))
+    return Layer.of("Linear", shape[-1], draw(_up_to(4)), bias=draw(st.booleans()))
 
 
 def _layer_norm(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
@@ -143,7 +142,6 @@ def _layer_norm(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
 
 
 def _conv(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
-    st = _strategies()
     kernel, stride, padding = draw(_up_to(min(shape[1:]))), draw(_up_to(2)), draw(st.integers(0, 1))
     groups = draw(st.sampled_from(sorted({1, shape[0]})))
     channels = shape[0], groups * draw(_up_to(2))
@@ -155,7 +153,7 @@ def _group_norm(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
     groups = [g for g in sorted({1, shape[0]}) if torch.Size(shape).numel() > g]
     if not groups:
         return _activation(draw, shape)
-    return Layer("GroupNorm", (draw(_strategies().sampled_from(groups)), shape[0]))
+    return Layer("GroupNorm", (draw(st.sampled_from(groups)), shape[0]))
 
 
 def _pool(draw: DrawFn, shape: tuple[int, ...]) -> Layer:
@@ -176,7 +174,6 @@ def batches(model: ModelConfig, max_size: int = 4) -> SearchStrategy[tuple[Tenso
     ... def test(model, data):
     ...     x, y = data.draw(batches(model))
     """
-    st = _strategies()
     return st.builds(model.batch, _up_to(max_size), st.integers(0, 99))
 
 
@@ -187,7 +184,6 @@ def parameters(model: nn.Module | ModelConfig, max_scale: float = 2.0) -> Search
     ... def test(params):
     ...     assert params["weight"].shape == (2, 3)
     """
-    st = _strategies()
     module = model.module().double() if isinstance(model, ModelConfig) else model
     shapes = {k: p.detach() for k, p in module.named_parameters()}
 
