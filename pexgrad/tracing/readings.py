@@ -75,46 +75,49 @@ class Reader:
         if not symbols or (mode := get_proxy_mode()) is None:
             return None
         if (asked, kind) not in self.given:
-            graph = mode.tracer.graph
-            sources: dict[Any, Any] = {s: _source(graph, s) for s in symbols}
+            sources: dict[Any, Any] = {s: _source(mode.tracer.graph, s) for s in symbols}
             if None in sources.values() or self._is_fake():
                 return None
-            reading = self._reading(asked, kind, graph, mode.tracer.root, sources)
-            self.given[asked, kind] = reading, self._agreed(reading)
+            return self._given(asked, kind, mode.tracer.root, sources)
         return self.given[asked, kind][1]
 
-    def settle(self, graph: fx.Graph, root: nn.Module) -> None:
+    def settle(self, traced: fx.GraphModule) -> None:
         """Write numbers that the graph reads from inputs that are not floating into it, as if Python had asked for them."""
-        for node in list(graph.nodes):
+        for node in list(traced.graph.nodes):
             val = value(node)
             if not isinstance(val, SymInt) or node.target not in _ITEMS or not node.users or self._is_fake():
                 continue
-            symbol = expression(val)
-            params, _, inputs = self._read(graph, _computing(graph, root, [node], self.batch))
-            if any(map(_is_floating, inputs)) or (params and inputs):
-                continue  # the probe tells whether one example's number is the batch's
-            reading = self._reading(symbol, int, graph, root, {symbol: node})
-            answer = self._agreed(reading)
-            self.given[symbol, int] = reading, answer
-            _put(answer, node)
+            # of others, the probe tells whether one example's number is the batch's
+            if not self._refused(_computing(traced, [node], self.batch)):
+                symbol = expression(val)
+                _put(self._given(symbol, int, traced, {symbol: node}), node)
 
     def _is_fake(self) -> bool:
         return any(isinstance(t, FakeTensor) for t in self.call.values())
 
-    def _read(self, graph: fx.Graph, nodes: list[fx.Node]) -> list[list[fx.Node]]:
+    def _given(self, asked: Any, kind: type[Answer], root: nn.Module, sources: dict[Any, Any]) -> Answer:
+        reading = self._reading(asked, kind, root, sources)
+        self.given[asked, kind] = reading, (answer := self._agreed(reading))
+        return answer
+
+    def _read(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
         """The parameters, buffers and inputs among the nodes."""
-        read, left = set(nodes), (n for n in graph.nodes if n.op == "placeholder")
+        read, left = set(nodes), (n for n in nodes[0].graph.nodes if n.op == "placeholder")
         kinds = (self.call.params, self.call.buffers, self.call.inputs())
         return [[n for n in islice(left, len(kind)) if n in read] for kind in kinds]
 
-    def _reading(
-        self, asked: Any, kind: type[Answer], graph: fx.Graph, root: nn.Module, sources: dict[Any, Any]
-    ) -> Reading:
-        nodes = _computing(graph, root, list(sources.values()), self.batch)
-        params, buffers, inputs = self._read(graph, nodes)
-        where = source(next(iter(sources.values())))
-        if any(map(_is_floating, inputs)) or (params and inputs):
-            what = "activations" if params else "floating inputs"
+    def _refused(self, nodes: list[fx.Node]) -> str:
+        """What the nodes compute from, where examples would agree on it only by chance; nothing where they would not."""
+        params, _, inputs = self._read(nodes)
+        if any(is_inexact(value(n)) for n in inputs) or (params and inputs):
+            return "activations" if params else "floating inputs"
+        return ""
+
+    def _reading(self, asked: Any, kind: type[Answer], root: nn.Module, sources: dict[Any, Any]) -> Reading:
+        results = list(sources.values())
+        nodes = _computing(root, results, self.batch)
+        where = source(results[0])
+        if what := self._refused(nodes):
             raise TraceError(
                 f"the model's Python code reads a number from {what} (at {where}); control flow that depends on such data has no "
                 f"graph: use torch.where or a mask, or {ANY_MODEL}"
@@ -124,9 +127,11 @@ class Reader:
                 f"the model's Python code reads a random number from a tensor (at {where}), which a graph would keep "
                 f"for ever: choose with torch.where, or {ANY_MODEL}"
             )
-        program = _program(graph, root, nodes, list(sources.values()), self.batch)
-        varies = bool(params or buffers or inputs)
-        return Reading(asked.subs(self.batch, 1), kind, tuple(sources), program, bool(inputs), varies, where)
+        program = _program(root, nodes, results, self.batch)
+        read = _, _, inputs = self._read(nodes)
+        return Reading(
+            asked.subs(self.batch, 1), kind, tuple(sources), program, bool(inputs), any(read), where
+        )
 
     def _agreed(self, reading: Reading) -> Answer:
         answers = list(reading.answers(self.call))
@@ -198,12 +203,10 @@ def _of_one(size: int | SymInt, batch: sympy.Symbol) -> int:
     return int(sympy.sympify(expression(size)).subs(batch, 1))
 
 
-def _computing(
-    graph: fx.Graph, root: nn.Module, targets: list[fx.Node], batch: sympy.Symbol
-) -> list[fx.Node]:
+def _computing(root: nn.Module, targets: list[fx.Node], batch: sympy.Symbol) -> list[fx.Node]:
     """The nodes that `targets` are computed from, in order, with those that write to what they read; sizes are leaves."""
     needed, memory, found = set(targets), set[int](), []
-    for node in reversed(graph.nodes):
+    for node in reversed(targets[0].graph.nodes):
         if node not in needed and memory.isdisjoint(written_memory(node)):
             continue
         found.append(node)
@@ -227,16 +230,13 @@ def _memory(root: nn.Module, node: fx.Node) -> int | None:
     return storage(node)
 
 
-def _is_floating(node: fx.Node) -> bool:
-    return is_inexact(value(node))
-
-
 def _program(
-    graph: fx.Graph, root: nn.Module, nodes: list[fx.Node], results: list[fx.Node], batch: sympy.Symbol
+    root: nn.Module, nodes: list[fx.Node], results: list[fx.Node], batch: sympy.Symbol
 ) -> fx.GraphModule:
     """A program of `nodes` alone, which takes the values of all placeholders and writes to none of them."""
     own = fx.Graph()
-    new: dict[fx.Node, Any] = {n: own.placeholder(n.name) for n in graph.nodes if n.op == "placeholder"}
+    given = (n for n in results[0].graph.nodes if n.op == "placeholder")
+    new: dict[fx.Node, Any] = {n: own.placeholder(n.name) for n in given}
     writes = any(map(written_memory, nodes))
     for node in nodes:
         if (size := _size(node, batch)) is not None:

@@ -141,7 +141,7 @@ def _trace(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = F
         gm = _recorded(run, [*fake_params, *fake_buffers, *fake_inputs], below=below)
     settle_hooks(gm.graph)  # one that was registered last has no use yet
     gm.graph.eliminate_dead_code()
-    reader.settle(gm.graph, gm)
+    reader.settle(gm)
     _refuse_fixed_batch(env, batch, reader.fixed_at, below=below)
     _refuse_shapes_of_data(gm.graph, batch)
     _refuse_escaped(gm)
