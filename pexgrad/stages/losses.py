@@ -1,4 +1,10 @@
-"""From the tensors of a graph's output to the losses of a batch: by which way is decided once, on a few examples."""
+"""From the tensors of a graph's output to the losses (B,) of a batch. How they are computed is decided once, on a few examples:
+
+- one of torch's own losses without its reduction, which is then done for each example (`torch_losses.py`);
+- a loss (B, ...) is called for the batch, and again for a few examples alone wherever its code goes another way (`loss_ways.py`);
+- a loss of one number is called for the batch, its reductions taken for each example, where that is right (`reductions.py`);
+- any other is called for each example: the definition.
+"""
 
 from __future__ import annotations
 

@@ -110,20 +110,13 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]], further: Iterabl
             with graph.inserting_after(moved[out]):
                 needed = len(edges) not in parts
                 edges.append(graph.call_function(gradient_edge, (moved[out],)) if needed else None)
-        slot = {}
-        for n in nodes_needed(site_uses, site):
-            kept = _shield(trace, moved.get(n, n), site, writes)
-            slot[n] = residuals.setdefault(kept, len(residuals))
-        for use in site_uses:
-            _refuse_overwritten(use.operand.node, site, writes)
-            operands.setdefault(use.operand.node, len(operands))
-        slots.append(
-            Slots(
-                tuple(range(first_edge, len(edges))),
-                slot,
-                tuple(operands[use.operand.node] for use in site_uses),
-            )
-        )
+        kept = {n: _shield(trace, moved.get(n, n), site, writes) for n in nodes_needed(site_uses, site)}
+        used = [use.operand.node for use in site_uses]
+        for n in used:
+            _refuse_overwritten(n, site, writes)
+        own_residuals = {n: residuals.setdefault(k, len(residuals)) for n, k in kept.items()}
+        own_operands = tuple(operands.setdefault(n, len(operands)) for n in used)
+        slots.append(Slots(tuple(range(first_edge, len(edges))), own_residuals, own_operands))
     others = {n: operands.setdefault(n, len(operands)) for n in further}
     settle_strides(graph)
     output = graph.output_node()
