@@ -19,7 +19,8 @@ from ..inputs.rebind import Bound
 from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline
 from ..stages.mixing_by_shape import Mixing, first_mixing
-from ..stages.mixing_inside import mixing_inside, opaque_nodes
+from ..stages.mixing_inside import mixing_inside
+from ..tracing.opaque import is_opaque
 from .strategies import grad_or_zeros, naive
 
 
@@ -119,7 +120,7 @@ def refuse_mixing(pipeline: Pipeline) -> None:
     found = first_mixing(program.module.graph, trace.inputs, program.outputs, trace.batch)
     if found is not None:
         raise MixedExamplesError(f"the model's output depends on {_what(found)}; {_REMEDY}")
-    for node in opaque_nodes(program.module.graph):
+    for node in filter(is_opaque, program.module.graph.nodes):
         if (found := mixing_inside(node, trace.batch)) is not None:
             raise MixedExamplesError(
                 f"in {where(node)}, forward or backward, what is done to an example depends on {_what(found)}; {_REMEDY}"

@@ -6,8 +6,7 @@ Its forward and its backward are written down by themselves, for every batch siz
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +19,6 @@ from ..base import trees
 from ..base.fakes import HINT, TRACING, expression, fake_batch, quiet, symbol_of, symbolic_len, symbolic_mode
 from ..base.nodes import is_differentiable, is_of_batch, returned, value
 from .mixing_by_shape import Mixing, first_mixing
-from .tap import OURS
-
-
-def opaque_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes that call a custom `autograd.Function`, or run tensor hooks."""
-    for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, FunctionType) and node.target not in OURS:
-            yield node
 
 
 def mixing_inside(node: fx.Node, batch: Any) -> Mixing | None:

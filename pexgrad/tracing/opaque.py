@@ -186,6 +186,11 @@ def _record(
     return result
 
 
+def is_opaque(node: fx.Node) -> bool:
+    """Whether a node calls a custom `autograd.Function`, or runs tensor hooks: the functions that are recorded are made here."""
+    return node.op == "call_function" and getattr(node.target, "__module__", "") == __name__
+
+
 def _fresh(value: Any) -> Any:
     # an output that is one of the inputs would take over that input's place in the graph
     return value.view_as(value) if isinstance(value, Tensor) else value
