@@ -114,7 +114,9 @@ def ensemble(fn: Function, *, stacked_data: bool = False, how: str = "auto") -> 
             raise InputError(f"{type(fn).__name__} is no transform of pexgrad, and has no flat graph")
         if isinstance(fn, PerExampleGrad) and not fn._options.create_graph and not nested.is_nested(params):
             return _into_one(fn, members, arguments)
-        return _stack([fn(*arguments(i)) for i in range(members)])
+        results = [fn(*arguments(i)) for i in range(members)]
+        check_joinable(results, 0)
+        return pytree.tree_map(lambda *parts: torch.stack(parts), *results)
 
     return over_members
 
@@ -150,11 +152,6 @@ def _into_one(fn: PerExampleGrad, members: int, arguments: Callable[[int], tuple
         fn(*arguments(i), out={k: w[i] for k, w in whole.items()}) for i in range(1, members)
     ]
     return (torch.stack([losses for losses, _ in results]), whole) if with_losses else whole
-
-
-def _stack(results: list[Any]) -> Any:
-    check_joinable(results, 0)
-    return pytree.tree_map(lambda *parts: torch.stack(parts), *results)
 
 
 def chunked(fn: Function, size: int) -> Function:

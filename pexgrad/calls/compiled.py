@@ -101,15 +101,11 @@ def _filled(template: str, tensors: list[Tensor]) -> Any:
     )
 
 
-def _transform(name: str) -> Composable:
-    return _known[name]
-
-
 @torch._dynamo.assume_constant_result
 def _paths(name: str, template: str) -> nested.Structure:
     """The path of every entry of the result that is by name."""
     params = ast.literal_eval(template)[0]
-    own = _transform(name)._model.parameters()
+    own = _known[name]._model.parameters()
     flat = nested.flatten(params)
     kept = [not own or own[k].requires_grad for k in flat]
     return tuple(p for p, k in zip(nested.structure(params), kept, strict=True) if k)
@@ -117,12 +113,13 @@ def _paths(name: str, template: str) -> nested.Structure:
 
 @torch.library.custom_op("pexgrad::call", mutates_args=())
 def _call(tensors: list[Tensor], name: str, template: str, cast: str) -> list[Tensor]:
-    transform = _transform(name)
+    transform = _known[name]
     params, x, y, options, state = _filled(template, tensors)
     _refuse_changed(state, _state(transform, params))
     device = tensors[0].device.type
     autocast = torch.autocast(device, getattr(torch, cast or "bfloat16"), enabled=bool(cast))
-    with _with_autograd(), autocast:
+    # inside an operation autograd and tracing are switched off below any `enable_grad`
+    with torch._C._ForceDispatchKeyGuard(*_usual_keys()), autocast:
         result = pytree.tree_leaves(transform(params, x, y, **options))
     like = _fake_call(tensors, name, template, cast, device="meta")
     # an operation's results may not share memory, and are laid out as the compiler was told
@@ -130,11 +127,6 @@ def _call(tensors: list[Tensor], name: str, template: str, cast: str) -> list[Te
         t.detach().to(m.dtype).clone(memory_format=torch.contiguous_format)
         for t, m in zip(result, like, strict=True)
     ]
-
-
-def _with_autograd() -> Any:
-    """Dispatch as usual: inside an operation autograd and tracing are switched off below any `enable_grad`."""
-    return torch._C._ForceDispatchKeyGuard(*_usual_keys())
 
 
 @functools.cache
@@ -159,7 +151,7 @@ def _fake_call(
     flat = nested.flatten(params)
     entries = [flat[nested.name_of(path)] for path in _paths(name, template)]
     (batch, *_) = (t.shape[0] for t in trees.tensors((x, y)))
-    return [t for part in _transform(name)._parts() for t in part.outline(entries, batch, device)]
+    return [t for part in _known[name]._parts() for t in part.outline(entries, batch, device)]
 
 
 @_call.register_vmap

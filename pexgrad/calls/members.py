@@ -39,7 +39,8 @@ def run_members(
         params, x, y = map(modes.recordable, (dict(params), x, y))
         one = (trees.map_tensors(lambda t: t[0], tree) if stacked_data else tree for tree in (x, y))
         call = check_call(fn._model, {k: p[0] for k, p in params.items()}, *one)
-        if most is not None and (_has_options(fn) or call.bytes_of_rows() > most):
+        has_options = fn._options != Options(verify=fn._options.verify)
+        if most is not None and (has_options or call.bytes_of_rows() > most):
             return None
         try:
             lowered = _graph(fn, call)
@@ -53,10 +54,6 @@ def run_members(
     with torch.no_grad(), modes.without_autocast(call.params[next(iter(params))].device.type):
         flat = run_stacked(lowered.module, values, members)
     return pytree.tree_unflatten(flat, lowered.spec)
-
-
-def _has_options(fn: Composable) -> bool:
-    return fn._options != Options(verify=fn._options.verify)
 
 
 def _graph(fn: Composable, call: Call) -> Lowered:

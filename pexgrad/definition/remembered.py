@@ -49,7 +49,7 @@ def _filled(model: nn.Module, call: Call) -> Iterator[str]:
     params = {k: p.detach().clone().requires_grad_(k in call.trainable) for k, p in call.params.items()}
     copied = rebind(model, params | buffers)
     args, kwargs = trees.as_call(trees.map_tensors(torch.clone, call.examples(0, 1).x))
-    before = {id(t) for t in _attached(copied)}
+    before = {id(t) for m in copied.modules() for t in shared(vars(m))}
     with StandStill(), torch.enable_grad(), uncached():
         copied(*args, **kwargs)
     for module in copied.modules():
@@ -58,7 +58,3 @@ def _filled(model: nn.Module, call: Call) -> Iterator[str]:
                 isinstance(t, Tensor) and t.grad_fn is not None and id(t) not in before for t in shared(held)
             ):
                 yield name
-
-
-def _attached(model: nn.Module) -> Iterator[Any]:
-    return (t for m in model.modules() for t in shared(vars(m)))
