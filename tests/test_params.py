@@ -138,6 +138,16 @@ def test_two_functions_of_one_model_do_not_disturb_each_other():
         assert_rows_equal(second(named(model), x, None), want[1])
 
 
+def test_nested_parameters_of_a_module_need_no_trace_of_their_own():
+    model, (x, y) = net(), batch()
+    nested = {str(i): dict(layer.named_parameters()) for i, layer in enumerate(model) if i != 1}
+    fn = pexgrad.per_example_grad(model)
+    flat, rows = fn(named(model), x, y), fn(nested, x, y)
+    assert fn.trace_count == 1
+    for k, layer in nested.items():
+        assert all(torch.equal(rows[k][name], flat[f"{k}.{name}"]) for name in layer)
+
+
 def test_a_step_of_training_between_calls():
     model, (x, y) = net(), batch()
     fn, optimizer = pexgrad.per_example_grad(model), torch.optim.Adam(model.parameters(), 0.1)
