@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from pexgrad.factors import norm_cost
+
 settings.register_profile(
     "pexgrad",
     max_examples=25,
@@ -24,6 +26,9 @@ logging.getLogger("torch.__trace").propagate = False
 torch.set_num_threads(1)  # pytest-xdist gives every core its own process
 
 
+SMALL, norm_cost.SMALL = norm_cost.SMALL, 0  # norms of the tests' small layers go the ways of large ones
+
+
 @pytest.fixture(scope="module")
 def double():
     """float64 by default for the tests of a module, so that 1e-9 means something."""
@@ -36,3 +41,9 @@ def double():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Rows are small where users find them so."""
+    monkeypatch.setattr(norm_cost, "SMALL", SMALL)

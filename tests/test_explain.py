@@ -10,6 +10,7 @@ from models import each, pick
 from oracle import live
 
 import pexgrad
+from pexgrad.factors import norm_cost
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -69,7 +70,7 @@ def test_a_tied_parameter_has_a_line_for_each_use():
     assert "embedding" in "".join(lines)
 
 
-def test_how_norms_are_computed():
+def test_how_norms_are_computed(monkeypatch):
     def norms(model, x):
         table = pexgrad.per_example_grad_norm(model, wave).explain(dict(model.named_parameters()), x)
         return [line.norms for line in table.lines if "weight" in line.parameter]
@@ -77,6 +78,10 @@ def test_how_norms_are_computed():
     assert norms(nn.Linear(40, 50), torch.randn(3, 40)) == ["product of norms"]
     assert norms(nn.Linear(40, 50), torch.randn(3, 5, 40)) == ["gram"]
     assert norms(nn.Linear(40, 50), torch.randn(3, 200, 40)) == ["rows in pieces"]
+    monkeypatch.setattr(norm_cost, "SMALL", 9 * 40 * 50)
+    assert norms(nn.Linear(40, 50), torch.randn(9, 5, 40)) == ["rows in pieces"]
+    assert norms(nn.Linear(40, 50), torch.randn(10, 5, 40)) == ["gram"]
+    assert norms(nn.Linear(40, 50), torch.randn(3, 40)) == ["product of norms"]
     derived = nn.utils.parametrizations.weight_norm(nn.Linear(40, 50))
     assert set(norms(derived, torch.randn(3, 40))) == {
         "rows in pieces",

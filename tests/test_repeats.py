@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from cases.case import Net
 from models import each, pick
 from oracle import assert_rows_equal, rows_of
-from test_lower import TRANSFORMS, mlp, named
+from test_lower import TRANSFORMS, assert_same, mlp, named
 from torch.utils._pytree import tree_leaves
 
 import pexgrad
@@ -57,6 +57,19 @@ def test_without_autograd(monkeypatch):
         want = fn(params, x, y)
     monkeypatch.setattr(torch.autograd, "grad", None)
     assert same_bits(fn(params, x, y), want)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", ["norm", "norm_per_param", "clipped"])
+def test_norms_of_small_rows(name):
+    layers = nn.Conv1d(4, 8, 3), nn.Tanh(), nn.Linear(6, 5), nn.Flatten(), nn.Linear(40, 3)
+    model, x, y = nn.Sequential(*layers), torch.randn(4, 4, 8), torch.tensor([0, 2, 1, 1])
+    params, fn = named(model), TRANSFORMS[name](model)
+    answers = [fn(params, x, y) for _ in range(4)]
+    assert len(graphs(fn)) == 1
+    assert all(same_bits(a, answers[0]) for a in answers)
+    assert_same(answers[0], TRANSFORMS[name](model, strategy="naive")(params, x, y))
+    assert_same(fn.lower(params, x, y)(params, x[:3], y[:3]), fn(params, x[:3], y[:3]))
 
 
 @pytest.mark.parametrize("name", ["norm", "norm_per_param", "clipped"])

@@ -126,7 +126,7 @@ class Conv(Factor):
         groups = self.geometry.groups
         return of_convolution(
             self.g[0:1, :, 0].numel(), self.x[0:1, :, 0].numel(), self.shape[0] // groups, self.shape[1],
-            self.geometry.kernel,
+            self.geometry.kernel, self.batch * self.row_numel,
         )  # fmt: skip
 
     def squares_of_parts(self) -> Tensor:

@@ -72,7 +72,8 @@ class Outer(Factor):
         return replace(self, g=g, x=x)
 
     def norm_cost(self) -> NormCost:
-        return of_outer(self.g.shape[1], self.g.shape[3], self.x.shape[3])
+        numbers = self.batch * self.row_numel
+        return of_outer(self.g.shape[1], self.g.shape[3], self.x.shape[3], numbers)
 
     def sq_norms(self) -> Tensor:
         if self.norm_cost().is_product:
@@ -127,7 +128,12 @@ class Outer(Factor):
         # pairs of positions against pairs of rows, of which the other's are built once for each block of ours
         blocks = 1 + b * self.row_numel * self.dtype.itemsize // BLOCK_BYTES
         few = t * u * (i + o) <= i * o * (1 + t / max(1, c) + blocks * u / max(1, b))
-        if not few or self._cancels() or (other is not self and other._cancels()):
+        if (
+            self.norm_cost().is_small
+            or not few
+            or self._cancels()
+            or (other is not self and other._cancels())
+        ):
             return self._gram_by_rows(other)
         lines = []
         for s in self.slices(t * h * c * u * 8):
