@@ -172,9 +172,9 @@ class Factor(ABC):
         """Whether squared norms are sums of inner products, which may cancel."""
         return self.norm_algorithm() == GRAM
 
-    def squares_of_parts(self) -> Tensor:
-        """(b,): the squared norms of the parts of a row, added up, that its inner products are sums over."""
-        return self.sq_norms()
+    def squares_of_parts(self, sq: Tensor) -> Tensor:
+        """(b,): the squared norms, added up, of the parts of a row that its products are sums over; `sq` is that of the whole."""
+        return sq
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """(*shape): sum over b of weights[b] times row b."""

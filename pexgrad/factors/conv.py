@@ -129,7 +129,9 @@ class Conv(Factor):
             self.geometry.kernel, self.batch * self.row_numel,
         )  # fmt: skip
 
-    def squares_of_parts(self) -> Tensor:
+    def squares_of_parts(self, sq: Tensor) -> Tensor:
+        if not self.sums_products:  # nor do its products with others
+            return sq
         groups, kernel = self.geometry.groups, self.geometry.kernel
         g, x = (
             square(accumulable(v)).flatten(0, 1).unflatten(1, (groups, -1)).sum(2) for v in (self.g, self.x)

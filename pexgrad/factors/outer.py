@@ -80,7 +80,7 @@ class Outer(Factor):
             return _products_of_norms(self.g, self.x).flatten(1).sum(1)
         return super().sq_norms()
 
-    def squares_of_parts(self) -> Tensor:
+    def squares_of_parts(self, sq: Tensor) -> Tensor:
         return square(sizes(self.g) * sizes(self.x)).flatten(1).sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -127,13 +127,8 @@ class Outer(Factor):
         c, u, i = other.batch, other.g.shape[1], self.x.shape[3]
         # pairs of positions against pairs of rows, of which the other's are built once for each block of ours
         blocks = 1 + b * self.row_numel * self.dtype.itemsize // BLOCK_BYTES
-        few = t * u * (i + o) <= i * o * (1 + t / max(1, c) + blocks * u / max(1, b))
-        if (
-            self.norm_cost().is_small
-            or not few
-            or self._cancels()
-            or (other is not self and other._cancels())
-        ):
+        many = t * u * (i + o) > i * o * (1 + t / max(1, c) + blocks * u / max(1, b))
+        if many or self.norm_cost().is_small or any(f._cancels() for f in dict.fromkeys((self, other))):
             return self._gram_by_rows(other)
         lines = []
         for s in self.slices(t * h * c * u * 8):
@@ -146,7 +141,8 @@ class Outer(Factor):
         """Whether inner products between positions may be rounding."""
         if self.g.shape[1] == 1 or not may_ask(self.g):
             return False
-        return answers([cancels(self._of_pairs(self), self.squares_of_parts())])[0]
+        sq = self._of_pairs(self)
+        return answers([cancels(sq, self.squares_of_parts(sq))])[0]
 
 
 def _products_of_norms(g: Tensor, x: Tensor) -> Tensor:

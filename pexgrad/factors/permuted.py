@@ -58,8 +58,8 @@ class Permuted(Factor):
     def sq_norms(self) -> Tensor:
         return self._outer.sq_norms() * self._copies
 
-    def squares_of_parts(self) -> Tensor:
-        return self._outer.squares_of_parts() * self._copies
+    def squares_of_parts(self, sq: Tensor) -> Tensor:
+        return self._outer.squares_of_parts(sq) * self._copies
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self._placed(self._outer.weighted_sum(weights).unsqueeze(0)).squeeze(0).contiguous()

@@ -88,7 +88,7 @@ class Scatter(Factor):
         sums = same @ accumulable(self.g)
         return (square(sums).sum(2) / same.sum(2).real).sum(1)
 
-    def squares_of_parts(self) -> Tensor:
+    def squares_of_parts(self, sq: Tensor) -> Tensor:
         return square(accumulable(self.g)).flatten(1).sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:

@@ -188,10 +188,11 @@ class Component:
                 parts.append(sq[-1])
                 continue
             same = [f.for_products() for f in same]
-            sq += [f.inner(f) if f.sums_products else f.sq_norms() for f in same]
-            sq += [2 * f.inner(g) for f, g in combinations(same, 2)]
-            parts += [f.squares_of_parts() for f in same]
-        return sum_of(sq), cancels(sum_of(sq), sum_of(parts))
+            own = [f.inner(f) if f.sums_products else f.sq_norms() for f in same]
+            sq += own + [2 * f.inner(g) for f, g in combinations(same, 2)]
+            parts += [f.squares_of_parts(n) for f, n in zip(same, own, strict=True)]
+        whole = sum_of(sq)
+        return whole, cancels(whole, sum_of(parts))
 
     def _cancels(self, windows: dict[Window, list[Factor]]) -> bool:
         """Whether rows may be so small beside the factors that they are sums of that products of these would be rounding."""
