@@ -167,44 +167,28 @@ class Component:
     def sq_norms(self) -> tuple[dict[str, Tensor], Tensor | None]:
         """name -> (b,): squared norms, by parameter, and whether these may be rounding, where that is to be asked."""
         windows = self.windows()
-        products = None if windows is None else self._sq_norms_by_products(windows)
-        if products is None:
+        if windows is None or (_several(windows) and not self._may_ask()):
             return self.sq_norms_by_rows(), None
         (name,) = self.leaves
-        return {name: products[0]}, products[1]
+        factors = [f for same in windows.values() for f in same]
+        if self._may_ask() and (_several(windows) or any(f.sums_products for f in factors)):
+            whole, doubt = _sq_norms_by_products(windows)
+            return {name: whole}, doubt
+        return {name: sum_of([f.sq_norms() for f in factors])}, None
 
-    def _sq_norms_by_products(
-        self, windows: dict[Window, list[Factor]]
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """The same by inner products of factors; None where these may be rounding and nobody can ask."""
-        summing = {w for w, same in windows.items() if len(same) > 1 or same[0].sums_products}
-        if not summing or not may_ask(self.terms[0].value):
-            several = any(len(same) > 1 for same in windows.values())
-            return None if several else (sum_of([f.sq_norms() for (f,) in windows.values()]), None)
-        sq, parts = [], []
-        for window, same in windows.items():
-            if window not in summing:
-                sq.append(same[0].sq_norms())
-                parts.append(sq[-1])
-                continue
-            same = [f.for_products() for f in same]
-            own = [f.inner(f) if f.sums_products else f.sq_norms() for f in same]
-            sq += own + [2 * f.inner(g) for f, g in combinations(same, 2)]
-            parts += [f.squares_of_parts(n) for f, n in zip(same, own, strict=True)]
-        whole = sum_of(sq)
-        return whole, cancels(whole, sum_of(parts))
+    def _may_ask(self) -> bool:
+        return may_ask(self.terms[0].value)
 
     def _cancels(self, windows: dict[Window, list[Factor]]) -> bool:
         """Whether rows may be so small beside the factors that they are sums of that products of these would be rounding."""
-        if all(len(same) == 1 for same in windows.values()):  # which look at their own positions
+        if not _several(windows):  # each looks at its own positions
             return False
-        products = self._sq_norms_by_products(windows)
-        return products is None or products[1] is None or answers([products[1]])[0]
+        return not self._may_ask() or answers([_sq_norms_by_products(windows)[1]])[0]
 
     def sq_norms_by_rows(self) -> dict[str, Tensor]:
         """name -> (b,): squared norms of the rows themselves."""
         windows = self.windows()
-        if windows is not None and all(len(same) == 1 for same in windows.values()):
+        if windows is not None and not _several(windows):
             (name,) = self.leaves
             return {name: sum_of([f.sq_norms_by_rows() for (f,) in windows.values()])}
         parts: dict[str, list[Tensor]] = {k: [] for k in self.leaves}
@@ -281,6 +265,28 @@ def _upright(term: Term, p: Tensor) -> tuple[Window, Factor]:
         return window, factor
     swapped = replace(factor, g=factor.x, x=factor.g, shape=tuple(p.shape))
     return Window.identity(window.param, p), swapped
+
+
+def _several(windows: dict[Window, list[Factor]]) -> bool:
+    """Whether a window has several factors, between which there are inner products."""
+    return any(len(same) > 1 for same in windows.values())
+
+
+def _sq_norms_by_products(windows: dict[Window, list[Factor]]) -> tuple[Tensor, Tensor]:
+    """(b,): squared norms by inner products of factors and of positions; and (), whether these may be rounding."""
+    sq, parts = [], []
+    for same in windows.values():
+        if len(same) == 1 and not same[0].sums_products:
+            own = [same[0].sq_norms()]
+            sq += own
+            parts += own
+            continue
+        same = [f.for_products() for f in same]
+        own = [f.inner(f) if f.sums_products else f.sq_norms() for f in same]
+        sq += own + [2 * f.inner(g) for f, g in combinations(same, 2)]
+        parts += [f.squares_of_parts(n) for f, n in zip(same, own, strict=True)]
+    whole = sum_of(sq)
+    return whole, cancels(whole, sum_of(parts))
 
 
 def sq_norms(components: Iterable[Component]) -> dict[str, Tensor]:
