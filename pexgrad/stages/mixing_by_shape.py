@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from ..base.equations import parse
+from ..base.equations import written_out
 from ..base.fakes import expression
 from ..base.nodes import (
     batch_dims,
@@ -157,12 +157,10 @@ def _is_searched(name: str, operand: Any, batch: Any) -> bool:
 
 def _is_contracted(named: dict[str, Any], batch: Any) -> bool:
     """Whether an einsum adds up over the batch of one of its operands."""
-    terms, result = parse(named["equation"])
-    for letters, val in zip(terms, map(value, named["tensors"]), strict=True):
-        own = letters.replace("...", "." * (val.dim() + 3 - len(letters)))
-        if any(own[d] not in result for d in batch_dims(val, batch)):
-            return True
-    return False
+    operands = [value(n) for n in named["tensors"]]
+    terms, result = written_out(named["equation"], [v.dim() for v in operands])
+    pairs = zip(terms, operands, strict=True)
+    return any(letters[d] not in result for letters, v in pairs for d in batch_dims(v, batch))
 
 
 def _windows(name: str, named: dict[str, Any], node: fx.Node) -> list[Any] | None:

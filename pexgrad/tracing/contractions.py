@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import SymInt, Tensor
 
-from ..base.equations import parse
+from ..base.equations import written_out
 
 aten = torch.ops.aten
 
 
 def einsum(equation: str, tensors: Sequence[Tensor], *, path: Any = None) -> Any:
     """Two at a time from the left, in letters; an ellipsis becomes the letters that it stands for."""
-    inputs, out = _terms(equation, tensors)
+    inputs, out = written_out(equation, [t.dim() for t in tensors])
     plain = all(term.isalpha() and len(set(term)) == len(term) for term in inputs)
     if not plain or path or (len(inputs) < 3 and "..." not in equation) or _repeats(inputs, tensors):
         return NotImplemented
@@ -30,17 +29,6 @@ def einsum(equation: str, tensors: Sequence[Tensor], *, path: Any = None) -> Any
         x = torch.einsum(f"{term},{inputs[i]}->{kept}", x, tensors[i])
         term = kept
     return x if len(inputs) > 1 else torch.einsum(f"{term}->{out}", x)
-
-
-def _terms(equation: str, tensors: Sequence[Tensor]) -> tuple[list[str], str]:
-    """The letters of every operand and of the output, without ellipses."""
-    terms, out = parse(equation)
-    free = [c for c in string.ascii_letters if c not in equation]
-    ranks = [t.dim() - len(term.replace("...", "")) for term, t in zip(terms, tensors, strict=True)]
-    rank = max([r for r, term in zip(ranks, terms, strict=True) if "..." in term], default=0)
-    stands = "".join(free[:rank])  # an operand with fewer dimensions has the last of them
-    inputs = [term.replace("...", stands[rank - r :]) for r, term in zip(ranks, terms, strict=True)]
-    return inputs, out.replace("...", stands)
 
 
 def _repeats(inputs: list[str], tensors: Sequence[Tensor]) -> bool:
