@@ -21,6 +21,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+aten = torch.ops.aten
+
 # The batch size that tracing pretends to see. Not 0, 1 or 2, which code and kernels treat specially;
 # collisions with other sizes do no harm, for only the batch is symbolic.
 HINT = 13
@@ -70,7 +72,24 @@ def symbol_of(size: Any) -> Any:
     return symbol
 
 
-def symbolic_mode(kind: type[FakeTensorMode] = FakeTensorMode) -> tuple[FakeTensorMode, ShapeEnv]:
+# whose shapes torch works out in so many steps that to look them up is faster, symbolic sizes and all
+_IN_MANY_STEPS = {
+    aten.native_layer_norm.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten.addmm.default,
+    aten.gelu.default,
+}
+
+
+class SymbolicMode(FakeTensorMode):
+    """Fake tensors of symbolic sizes: torch's own cache of shapes takes longer for these than most shapes do."""
+
+    def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        cached = func in _IN_MANY_STEPS
+        return (super()._cached_dispatch_impl if cached else self._dispatch_impl)(func, types, args, kwargs)
+
+
+def symbolic_mode(kind: type[SymbolicMode] = SymbolicMode) -> tuple[FakeTensorMode, ShapeEnv]:
     """A mode in which sizes may be symbolic, 0 and 1 among what they may be, and equal ones are one symbol; and their guards."""
     env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
     return kind(shape_env=env, allow_non_fake_inputs=True), env

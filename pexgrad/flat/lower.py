@@ -31,6 +31,7 @@ from ..base.doubts import noting_doubts
 from ..base.fakes import (
     HINT,
     Guards,
+    SymbolicMode,
     computes_metadata,
     expression,
     fake,
@@ -237,13 +238,8 @@ def _guards(env: ShapeEnv, batch: sympy.Symbol) -> Iterator[sympy.Basic]:
         yield sympy.Eq(batch, env.replacements[batch])
 
 
-class _Fakes(FakeTensorMode):
+class _Fakes(SymbolicMode):
     """Fake tensors whose padding keeps a symbolic batch size: torch's own fixes it."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        # a cache of shapes takes longer than it saves in a graph that is recorded once
-        self.cache_enabled = False
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.constant_pad_nd.default:
