@@ -150,3 +150,13 @@ def test_numbers_drawn_from_a_generator_of_the_models_own(generator, held):
     fn = pexgrad.per_example_grad(model, strategy="naive")
     first, second = (fn(named(model), x, y)["lin.weight"] for _ in range(2))
     assert not torch.allclose(first, second), "the next draws"
+
+
+def test_a_generator_that_does_not_tell_what_was_drawn():
+    model = Net(lambda s, x: s.lin(x), lin=linear())
+    model.rng = random.SystemRandom()
+    x, y = torch.randn(4, 6), labels(4, 3)
+    with pytest.raises(pexgrad.TraceError, match=r"holds a random\.SystemRandom"):
+        pexgrad.per_example_grad(model)(named(model), x, y)
+    rows = pexgrad.per_example_grad(model, strategy="naive")(named(model), x, y)
+    assert_rows_equal(rows, rows_of(model, torch.nn.functional.cross_entropy, x, y))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import sys
 from collections.abc import Iterable
 from typing import Any
+
+from ..errors import ANY_MODEL, TraceError
 
 
 def _numpy() -> Any:
@@ -34,7 +37,8 @@ class States(contextlib.AbstractContextManager[None]):
 
     def have_changed(self) -> bool:
         """Whether any has been drawn from since."""
-        return any(_text(_read(g)) != _text(state) for g, state in self._before)
+        # as bytes, which hold every word of a state, those in arrays included
+        return any(pickle.dumps(_read(g)) != pickle.dumps(state) for g, state in self._before)
 
     def __exit__(self, *_: object) -> None:
         self.restore()
@@ -46,6 +50,11 @@ class States(contextlib.AbstractContextManager[None]):
 
 
 def _read(g: Any) -> Any:
+    if isinstance(g, random.SystemRandom):  # has no state
+        raise TraceError(
+            "the model holds a random.SystemRandom, of which cannot be told whether the forward draws from it, and a graph would "
+            f"keep one draw for ever; hold a random.Random, or {ANY_MODEL}"
+        )
     if hasattr(g, "getstate"):  # Python's
         return g.getstate()
     if hasattr(g, "get_state"):  # NumPy's of old
@@ -60,12 +69,3 @@ def _write(g: Any, state: Any) -> None:
         g.set_state(state)
     else:
         getattr(g, "bit_generator", g).state = state
-
-
-def _text(state: Any) -> str:
-    """A text that is another where any word of a state is, those in arrays included."""
-    if isinstance(state, dict):
-        return repr({k: _text(v) for k, v in state.items()})
-    if isinstance(state, tuple | list):
-        return repr([_text(v) for v in state])
-    return repr(state.tobytes() if hasattr(state, "tobytes") else state)
