@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -72,17 +74,48 @@ def symbol_of(size: Any) -> Any:
     return symbol
 
 
+# of one tensor, of whose shape, strides and, if that is a floating one, dtype they are
+_LIKE_THEIR_INPUT = {
+    getattr(aten, name).default
+    for name in ("clone", "cos", "exp", "gelu", "relu", "sigmoid", "silu", "sin", "tanh")
+}
+
+
+def _plain(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """The result of an operation on contiguous numbers whose shape is plain to see; torch gets there in hundreds of steps."""
+    if func is aten.addmm.default:
+        _, x, w = args
+        fits = type(x.shape[1]) is int and x.shape[1] == w.shape[0]
+        return x.new_empty((x.shape[0], w.shape[1])) if fits and isinstance(x, FakeTensor) else None
+    if func in _LIKE_THEIR_INPUT:
+        (x,) = args
+        return x.new_empty(x.shape) if _is_plain(x) and x.is_floating_point() else None
+    if func in (aten.view.default, aten._unsafe_view.default):
+        x, shape = args
+        if _is_plain(x) and not any(type(n) is int and n < 0 for n in shape):
+            fits = x.numel() == math.prod(shape)
+            torch._check(fits, lambda: f"shape {list(shape)} is invalid for input of size {x.numel()}")
+            return x.as_strided(shape, make_contiguous_strides_for(shape))
+    return None
+
+
+def _is_plain(x: Tensor) -> bool:
+    return isinstance(x, FakeTensor) and x.layout is torch.strided and x.is_contiguous()
+
+
 # whose shapes torch works out in so many steps that to look them up is faster, symbolic sizes and all
 _IN_MANY_STEPS = {
     aten.native_layer_norm.default,
     aten._native_batch_norm_legit_no_training.default,
-    aten.addmm.default,
-    aten.gelu.default,
 }
 
 
 class SymbolicMode(FakeTensorMode):
     """Fake tensors of symbolic sizes: torch's own cache of shapes takes longer for these than most shapes do."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = None if kwargs else _plain(func, args)
+        return super().dispatch(func, types, args, kwargs) if plain is None else plain
 
     def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         cached = func in _IN_MANY_STEPS

@@ -1,0 +1,79 @@
+"""Fake tensors: shapes, strides and dtypes as those of numbers, and the batch sizes for which they hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pexgrad.base.fakes import HINT, fake_batch, symbolic_mode
+
+OPERATIONS = {
+    "fold": ((5, 16), lambda x: x.view(x.shape[0] * 5, 16)),
+    "fold and split": ((5, 16), lambda x: x.view(x.shape[0] * 5, 4, 4)),
+    "left open": ((5, 16), lambda x: x.view(-1, 8)),
+    "parts of the batch": ((6,), lambda x: x[1:].view((x.shape[0] - 1) * 2, 3)),
+    "not contiguous": ((5, 16), lambda x: x.transpose(1, 2).view(x.shape[0], 4, 4, 5)),
+    "no numbers": ((5, 16), lambda x: x[:, :0].contiguous().view(x.shape[0], 0, 8)),
+    "one number": ((3,), lambda x: x.sum().view(1, 1).tanh()),
+    "copy": ((3, 4), lambda x: x.clone()),
+    "copy of integers": ((3, 4), lambda x: x.long().clone()),
+    "copy in another layout": ((3, 4, 5), lambda x: x.clone(memory_format=torch.channels_last)),
+    "function": ((3, 4), lambda x: F.gelu(x) + F.silu(x).sigmoid() * x.relu()),
+    "function of a transposed": ((3, 4), lambda x: x.transpose(1, 2).tanh()),
+    "function of integers": ((3, 4), lambda x: x.long().sin()),
+    "function in half precision": ((3, 4), lambda x: x.bfloat16().cos()),
+    "linear": ((4,), lambda x: F.linear(x, torch.ones(6, 4), torch.ones(6))),
+    "linear along folds": ((5, 4), lambda x: F.linear(x, torch.ones(6, 4), torch.ones(6))),
+    "transposed linear": ((4,), lambda x: torch.addmm(torch.ones(6), x, torch.ones(6, 4).t())),
+    "scaled": ((4,), lambda x: torch.addmm(torch.ones(6), x, torch.ones(4, 6), beta=2, alpha=3)),
+}
+
+
+def described(out):
+    sizes = [int(n) for n in (*out.shape, *out.stride(), out.storage_offset())]
+    return sizes, out.dtype, out.device
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_shapes_are_those_of_numbers(name):
+    shape, f = OPERATIONS[name]
+    mode, _ = symbolic_mode()
+    x = torch.zeros(HINT, *shape)
+    with mode:
+        got = f(fake_batch(mode, x))
+    assert described(got) == described(f(x))
+
+
+@pytest.mark.parametrize(
+    ("f", "shape", "conditions"),
+    [
+        (lambda x: x.view(13, 80), (80,), {13}),
+        (lambda x: x.view(x.shape[0] // 13, 13, 80), (80,), {13, 26}),
+        (lambda x: F.linear(x.t(), torch.ones(3, 13), torch.ones(3)), (80,), {13}),
+        (lambda x: x.view(x.shape[0] * 5, 16), (80,), {1, 2, 13, 26, 30}),
+    ],
+    ids=["the batch as a number", "groups of a size", "linear along the batch", "a fold"],
+)
+def test_the_batch_sizes_for_which_they_hold_are_noted(f, shape, conditions):
+    mode, env = symbolic_mode()
+    x = fake_batch(mode, torch.zeros(4, *shape))
+    symbol = x.shape[0].node.expr
+    with mode:
+        f(x)
+    fixed = env.replacements.get(symbol, symbol)
+    hold = {b for b in (1, 2, 13, 26, 30) if fixed in (symbol, b) and holds(env, symbol, b)}
+    assert hold - {1} == conditions - {1}  # torch's own functions look at a batch of one by itself
+
+
+def holds(env, symbol, b):
+    return all(bool(g.expr.subs(symbol, b)) for g in env.guards)
+
+
+@pytest.mark.parametrize(
+    "f", [lambda x: x.view(12, 80), lambda x: F.linear(x, torch.ones(3, 79), torch.ones(3))]
+)
+def test_what_does_not_fit_is_an_error(f):
+    mode, _ = symbolic_mode()
+    with mode, pytest.raises(RuntimeError, match=r"invalid for input|reduction dim"):
+        f(fake_batch(mode, torch.zeros(4, 80)))
