@@ -14,6 +14,12 @@ import pexgrad
 pytestmark = pytest.mark.usefixtures("double")
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """One that has not given up on code which many tests compile."""
+    torch.compiler.reset()
+
+
 def backend(graph, _):
     """Nothing of a model is to be compiled for its rows."""
     raise AssertionError("compiled")

@@ -78,10 +78,11 @@ def test_squares_that_are_in_range_though_those_of_their_factors_are_not(kind, d
     close = functools.partial(torch.testing.assert_close, rtol=tolerance, atol=0)
     jacobian = pexgrad.per_example_jacobian(model, product)(named(model), x, y)
     close(jacobian.norms().double(), norms)
-    mapped = torch.func.vmap(
-        lambda a, b: pexgrad.per_example_grad_norm(model, product)(named(model), a[None], b[None])[0]
-    )
-    close(mapped(x, y).double(), norms)
+    if dtype == torch.float32:  # a graph takes its time
+        mapped = torch.func.vmap(
+            lambda a, b: pexgrad.per_example_grad_norm(model, product)(named(model), a[None], b[None])[0]
+        )
+        close(mapped(x, y).double(), norms)
     gram, inner = jacobian.gram().double(), want @ want.mT
     close(gram / scale(norms[:, None] * norms), inner / scale(norms[:, None] * norms), rtol=0, atol=tolerance)
     v = {k: torch.randn(p.shape).to(dtype) for k, p in named(model).items()}

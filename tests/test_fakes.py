@@ -20,6 +20,7 @@ OPERATIONS = {
     "copy of integers": ((3, 4), lambda x: x.long().clone()),
     "copy in another layout": ((3, 4, 5), lambda x: x.clone(memory_format=torch.channels_last)),
     "function": ((3, 4), lambda x: F.gelu(x) + F.silu(x).sigmoid() * x.relu()),
+    "bounds": ((3, 4), lambda x: x.clamp(1e-3).sqrt() + x.clamp(max=1).abs()),
     "function of a transposed": ((3, 4), lambda x: x.transpose(1, 2).tanh()),
     "function of integers": ((3, 4), lambda x: x.long().sin()),
     "function in half precision": ((3, 4), lambda x: x.bfloat16().cos()),

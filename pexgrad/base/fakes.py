@@ -77,7 +77,20 @@ def symbol_of(size: Any) -> Any:
 # of one tensor, of whose shape, strides and, if that is a floating one, dtype they are
 _LIKE_THEIR_INPUT = {
     getattr(aten, name).default
-    for name in ("clone", "cos", "exp", "gelu", "relu", "sigmoid", "silu", "sin", "tanh")
+    for name in (
+        "abs",
+        "clamp",
+        "clone",
+        "cos",
+        "exp",
+        "gelu",
+        "relu",
+        "sigmoid",
+        "silu",
+        "sin",
+        "sqrt",
+        "tanh",
+    )
 }
 
 
@@ -88,7 +101,7 @@ def _plain(func: Any, args: tuple[Any, ...]) -> Tensor | None:
         fits = type(x.shape[1]) is int and x.shape[1] == w.shape[0]
         return x.new_empty((x.shape[0], w.shape[1])) if fits and isinstance(x, FakeTensor) else None
     if func in _LIKE_THEIR_INPUT:
-        (x,) = args
+        x = args[0]  # and bounds that are numbers
         return x.new_empty(x.shape) if _is_plain(x) and x.is_floating_point() else None
     if func in (aten.view.default, aten._unsafe_view.default):
         x, shape = args
