@@ -120,6 +120,7 @@ def _is_plain(x: Tensor) -> bool:
 _IN_MANY_STEPS = {
     aten.native_layer_norm.default,
     aten._native_batch_norm_legit_no_training.default,
+    aten.roll.default,
 }
 
 
