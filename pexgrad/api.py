@@ -16,7 +16,7 @@ from .calls.transforms import (
     PerExampleValueAndGrad,
 )
 from .inputs.arguments import OptionArguments, Options
-from .inputs.torch_losses import Loss
+from .losses.torch_losses import Loss
 from .operator.clipping import Clip, Clipping
 
 if TYPE_CHECKING:

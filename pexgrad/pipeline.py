@@ -18,8 +18,10 @@ from .errors import ANY_MODEL, LossError, OneExampleError, PexgradError, TraceEr
 from .inputs.arguments import Options
 from .inputs.call import Call
 from .inputs.held import Held, Place
-from .inputs.loss import ExampleLosses, refuse_other_ways
 from .inputs.rebind import Bound
+from .losses.decide import Losses, decided
+from .losses.loss import LossFunction, refuse_reading_parameters
+from .losses.outputs import Outputs
 from .operator.component import Term
 from .operator.jacobian import Jacobian, joined
 from .operator.paths import Path, Paths
@@ -28,7 +30,6 @@ from .stages.evaluate import Backward, BoundSite, cotangents, way_out
 from .stages.few_examples import alike, draw, still_alike, ways_to_draw
 from .stages.flow import analyse
 from .stages.layout import Layout
-from .stages.losses import Losses, Outputs, decided
 from .stages.mixing_by_value import refuse_mixing_in
 from .stages.plan import Use, nodes_needed, plan_site
 from .stages.probe import Layouts, first_layouts, probe
@@ -95,7 +96,7 @@ class Pipeline:
         with torch.enable_grad():
             losses = self.losses(forward.outputs, at.y, at.batch)
         if self.losses.loss.vectorised is None:  # its code may do something else than when it was looked at
-            refuse_other_ways(losses, at, nodes)
+            refuse_reading_parameters(losses, at, nodes)
         if any(t._version != version for t, version in views):
             raise LossError(
                 "the loss writes into the model's output, which shares its memory with a value before it, so that gradients "
@@ -121,7 +122,7 @@ def _arithmetic(losses: Tensor, options: Options) -> Iterator[None]:
         yield
 
 
-def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call]:
+def build(model: Bound, loss: LossFunction, call: Call) -> tuple[Pipeline, Call]:
     """Trace, rewrite, find the sites, tap, and probe on a few examples, which are returned too."""
     trainable = set(call.trainable)
     traced = rehearsed(model, call, lambda: _trace_serving(model, call))
@@ -148,7 +149,7 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
             refuse_mixing_in(Trial(traced, program, call.at_leaves()), layouts.outputs)
         losses = decided(loss, outputs, out, few)
     bound = _bind(traced, sites, uses, program.slots, layouts)
-    same = alike(few, targets=losses.batched)
+    same = alike(few, targets=losses.takes_batches())
     return Pipeline(traced, program, bound, windows, paths, losses, same, held), few
 
 

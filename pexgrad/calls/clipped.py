@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..inputs.arguments import Options, Params
 from ..inputs.call import Call
-from ..inputs.torch_losses import Loss
+from ..losses.torch_losses import Loss
 from ..operator.clipping import Clipping
 from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline

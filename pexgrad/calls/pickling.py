@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import PexgradError
-from ..inputs.loss import ExampleLosses
 from ..inputs.rebind import Bound
+from ..losses.loss import LossFunction
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -21,7 +21,7 @@ class Pickled:
     """The part of a transform that is about copies of it."""
 
     _model: Bound
-    _loss: ExampleLosses
+    _loss: LossFunction
     _traced = ("_traces", "_graphs", "_by_structure", "_handle")  # attributes that a copy makes anew
 
     def _reset(self) -> None:

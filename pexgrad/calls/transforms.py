@@ -18,9 +18,9 @@ from ..errors import InputError
 from ..flat.lower import Lowered, lower_doubting
 from ..inputs.arguments import Options, Params, check_call, check_out
 from ..inputs.call import Call
-from ..inputs.loss import ExampleLosses
 from ..inputs.rebind import Bound
-from ..inputs.torch_losses import Loss
+from ..losses.loss import LossFunction
+from ..losses.torch_losses import Loss
 from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline
 from ..stages.layout import UntoldError
@@ -44,7 +44,7 @@ class Transform(Composable):
             raise InputError(f"loss must be a function loss(output, y), not {type(loss).__name__}")
         if isinstance(loss, type):
             raise InputError(f"loss is the class {loss.__name__}; pass an instance of it, {loss.__name__}()")
-        self._model, self._loss, self._options = Bound(model), ExampleLosses(loss), options
+        self._model, self._loss, self._options = Bound(model), LossFunction(loss), options
         self._reset()
 
     def __repr__(self) -> str:
