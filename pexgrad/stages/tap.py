@@ -24,7 +24,7 @@ from .parts import Part, find_parts
 from .plan import Use, nodes_needed
 from .rewrite import insert
 from .sites import Site
-from .strides import as_traced, settle_strides, strided_from
+from .strides import settle_strides
 
 aten = torch.ops.aten
 
@@ -129,10 +129,6 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]], further: Iterabl
 def own_memory(activation: Tensor) -> Tensor:
     """`activation`, or a copy where it is a view: writing into a view takes autograd past the view's edge."""
     return activation.clone() if activation._is_view() else activation
-
-
-# the library's own functions in a program
-OURS = (gradient_edge, own_memory, as_traced, strided_from)
 
 
 def _tapped(out: fx.Node, *, written: bool, shared: bool) -> fx.Node:
