@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 
 from .calls.clipped import ClippedGrad
+from .calls.transform import Model
 from .calls.transforms import (
-    Model,
     PerExampleGrad,
     PerExampleGradNorm,
     PerExampleJacobian,
