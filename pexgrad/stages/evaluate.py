@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from ..rules.registry import GIVEN, Rule
 from .layout import Anywhere, Layout
 from .plan import Use
 from .sites import Operand, Site
-from .tap import Forward, Slots
+from .tap import Forward
 
 # elements of an output from which a copy of its cotangent takes much longer than a call of autograd
 LARGE = 1 << 20
@@ -32,9 +33,8 @@ class BoundSite:
 
     site: Site
     uses: list[Use]
-    slots: Slots
+    residuals: dict[fx.Node, Kept]
     layouts: tuple[Layout, ...]  # of each activation
-    residual_layouts: dict[fx.Node, Layout]  # of each batched residual
 
     @cached_property
     def calls(self) -> list[RuleCall | None]:
@@ -50,14 +50,14 @@ class BoundSite:
     def _source(self, name: str) -> Any:
         argument = self.site.arguments[name]
         if isinstance(argument, fx.Node):
-            return Kept(self.slots.residuals[argument], self.residual_layouts.get(argument))
+            return self.residuals[argument]
         return Tree(argument) if any(True for _ in nodes_in(argument)) else argument
 
 
 class Kept(NamedTuple):
     """An argument that the forward pass kept."""
 
-    slot: int
+    node: fx.Node  # whose value it is
     layout: Layout | None  # None: it has no batch
 
 
@@ -91,29 +91,31 @@ def way_out(outputs: Sequence[Tensor]) -> GradientEdge | None:
 
 def cotangents(
     forward: Forward, losses: Tensor, out: GradientEdge | None, sites: Sequence[BoundSite], create_graph: bool
-) -> list[Tensor | None]:
-    """dL_b / d(activation), for every edge: one backward that computes no parameter's gradient.
+) -> list[list[Tensor | None]]:
+    """dL_b / d(activation), for every activation of every site: one backward that computes no parameter's gradient.
 
     Where the examples' parts of an activation overlap, (b, *shape): there it takes a backward for each example.
     """
+    edges, layouts = forward.edges, [at for site in sites for at in site.layouts]
     if not losses.requires_grad:
-        return [None] * len(forward.edges)
-    apart = {
-        i
-        for site in sites
-        for i, at in zip(site.slots.edges, site.layouts, strict=True)
-        if isinstance(at, Anywhere) and forward.edges[i] is not None
-    }
-    together = [i for i, e in enumerate(forward.edges) if e is not None and i not in apart]
+        return _by_site([None] * len(edges), sites)
+    there = [i for i, e in enumerate(edges) if e is not None]
+    apart = [i for i in there if isinstance(layouts[i], Anywhere)]
+    together = [i for i in there if not isinstance(layouts[i], Anywhere)]
     found: dict[int, Tensor | None] = {}
     if apart:
-        found |= _cotangents_apart(forward, losses, sorted(apart), create_graph)
+        found |= _cotangents_apart(forward, losses, apart, create_graph)
     if together:
         with torch.enable_grad():
             total = losses.sum()
-        grads = _backward(total, out, [forward.edges[i] for i in together], create_graph)
+        grads = _backward(total, out, [edges[i] for i in together], create_graph)
         found |= zip(together, grads, strict=True)
-    return forward.cotangents(found.get(i) for i in range(len(forward.edges)))
+    return _by_site(forward.cotangents(found.get(i) for i in range(len(edges))), sites)
+
+
+def _by_site(cotangents: list[Tensor | None], sites: Sequence[BoundSite]) -> list[list[Tensor | None]]:
+    left = iter(cotangents)
+    return [list(islice(left, len(site.layouts))) for site in sites]
 
 
 def _backward(
@@ -159,19 +161,19 @@ class Backward:
     """What a call has computed when the factors of its sites are made."""
 
     forward: Forward
-    cotangents: Sequence[Tensor | None]  # of each edge
     batch: int
     conv_rule: str
     create_graph: bool
 
-    def factors(self, bound: BoundSite) -> Iterator[tuple[Operand, Tensor, Factor]]:
-        """Each operand of a site that the losses depend on: the operand, its value, its factor."""
-        own = [self.cotangents[i] for i in bound.slots.edges]
+    def factors(
+        self, bound: BoundSite, own: Sequence[Tensor | None]
+    ) -> Iterator[tuple[Operand, Tensor, Factor]]:
+        """Each operand of a site that the losses depend on: the operand, its value, its factor, from the cotangents."""
         if all(g is None for g in own):
             return
         cotangent = None
-        for use, call, slot in zip(bound.uses, bound.calls, bound.slots.operands, strict=True):
-            value = self.forward.operands[slot]
+        for use, call in zip(bound.uses, bound.calls, strict=True):
+            value = self.forward.values[use.operand.node]
             if call is None:
                 factor: Factor = self._replay(bound, use, own, value)
             else:
@@ -191,18 +193,17 @@ class Backward:
             "conv_rule": self.conv_rule,
         }
 
-        def kept(slot: int, at: Layout | None) -> Any:
-            value = self.forward.residuals[slot]
+        def residual(node: fx.Node, at: Layout | None) -> Any:
+            value = self.forward.values[node]
             if isinstance(value, Tensor) and not torch.is_grad_enabled():
                 value = value.detach()
             return value if at is None else at.split(value, self.batch)
 
         def argument(source: Any) -> Any:
             if isinstance(source, Kept):
-                return kept(*source)
+                return residual(*source)
             if isinstance(source, Tree):
-                slots, layouts = bound.slots.residuals, bound.residual_layouts
-                return map_arg(source.argument, lambda n: kept(slots[n], layouts.get(n)))
+                return map_arg(source.argument, lambda n: residual(*bound.residuals[n]))
             return source
 
         return call.function(
@@ -222,7 +223,7 @@ class Backward:
         def argument(node: fx.Node) -> Any:
             if node is use.operand.node:
                 return leaf
-            kept = self.forward.residuals[bound.slots.residuals[node]]
+            kept = self.forward.values[bound.residuals[node].node]
             return kept.detach() if isinstance(kept, Tensor) and not create_graph else kept
 
         args, kwargs = map_arg((bound.site.node.args, bound.site.node.kwargs), argument)
