@@ -26,7 +26,8 @@ from .operator.component import Term
 from .operator.jacobian import Jacobian, joined
 from .operator.paths import Path, Paths
 from .operator.pullback import Window, find_window
-from .stages.evaluate import Backward, BoundSite, Kept, cotangents, way_out
+from .stages.cotangents import cotangents, way_out
+from .stages.evaluate import Backward, BoundSite, Kept
 from .stages.few_examples import alike, draw, still_alike, ways_to_draw
 from .stages.flow import analyse
 from .stages.layout import Layout
@@ -102,7 +103,7 @@ class Pipeline:
                 "the loss writes into the model's output, which shares its memory with a value before it, so that gradients "
                 "would go past the model's last operation; let the loss write into a copy, output.clone()"
             )
-        found = cotangents(forward, losses, out, self.sites, create_graph)
+        found = cotangents(forward, losses, out, [s.layouts for s in self.sites], create_graph)
         backward = Backward(forward, at.batch, options.conv_rule, create_graph)
         places, terms = [], []
         with _arithmetic(losses, options):
