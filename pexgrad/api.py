@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 
 from .calls.clipped import ClippedGrad
+from .calls.transform import Model
 from .calls.transforms import (
-    Model,
     PerExampleGrad,
     PerExampleGradNorm,
     PerExampleJacobian,
     PerExampleValueAndGrad,
 )
 from .inputs.arguments import OptionArguments, Options
-from .inputs.torch_losses import Loss
+from .losses.torch_losses import Loss
 from .operator.clipping import Clip, Clipping
 
 if TYPE_CHECKING:

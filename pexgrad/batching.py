@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from .base import nested, trees
 from .base.checks import one_of, positive_int
-from .calls.compose import Composable
 from .calls.loaders import Unpack, pairs
 from .calls.members import run_members
 from .calls.results import check_joinable, join
+from .calls.transform import Transform
 from .calls.transforms import PerExampleGrad, PerExampleValueAndGrad
 from .errors import InputError
 
@@ -105,7 +105,7 @@ def ensemble(fn: Function, *, stacked_data: bool = False, how: str = "auto") -> 
             data = (trees.map_tensors(lambda t: t[i], tree) if stacked_data else tree for tree in (x, y))
             return (_select(params, i), *data)
 
-        if how != "one by one" and isinstance(fn, Composable):
+        if how != "one by one" and isinstance(fn, Transform):
             most = TOGETHER // members if how == "auto" else None
             together = run_members(fn, params, x, y, members, stacked_data, most)
             if together is not None:

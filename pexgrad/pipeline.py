@@ -18,23 +18,25 @@ from .errors import ANY_MODEL, LossError, OneExampleError, PexgradError, TraceEr
 from .inputs.arguments import Options
 from .inputs.call import Call
 from .inputs.held import Held, Place
-from .inputs.loss import ExampleLosses, refuse_other_ways
 from .inputs.rebind import Bound
+from .losses.decide import Losses, decided
+from .losses.loss import LossFunction, refuse_reading_parameters
+from .losses.outputs import Outputs
 from .operator.component import Term
 from .operator.jacobian import Jacobian, joined
 from .operator.paths import Path, Paths
 from .operator.pullback import Window, find_window
-from .stages.evaluate import Backward, BoundSite, cotangents, way_out
+from .stages.cotangents import cotangents, way_out
+from .stages.evaluate import Backward, BoundSite, Kept
 from .stages.few_examples import alike, draw, still_alike, ways_to_draw
 from .stages.flow import analyse
 from .stages.layout import Layout
-from .stages.losses import Losses, Outputs, decided
 from .stages.mixing_by_value import refuse_mixing_in
-from .stages.plan import Use, nodes_needed, plan_site
+from .stages.plan import Use, plan_site
 from .stages.probe import Layouts, first_layouts, probe
 from .stages.rewrite import rewrite
 from .stages.sites import Operand, Site, find_sites
-from .stages.tap import Program, Slots, tap
+from .stages.tap import Program, tap
 from .stages.trial import Trial
 from .tracing.rehearsal import rehearsed
 from .tracing.trace import Trace, trace
@@ -95,23 +97,23 @@ class Pipeline:
         with torch.enable_grad():
             losses = self.losses(forward.outputs, at.y, at.batch)
         if self.losses.loss.vectorised is None:  # its code may do something else than when it was looked at
-            refuse_other_ways(losses, at, nodes)
+            refuse_reading_parameters(losses, at, nodes)
         if any(t._version != version for t, version in views):
             raise LossError(
                 "the loss writes into the model's output, which shares its memory with a value before it, so that gradients "
                 "would go past the model's last operation; let the loss write into a copy, output.clone()"
             )
-        found = cotangents(forward, losses, out, self.sites, create_graph)
-        backward = Backward(forward, found, at.batch, options.conv_rule, create_graph)
+        found = cotangents(forward, losses, out, [s.layouts for s in self.sites], create_graph)
+        backward = Backward(forward, at.batch, options.conv_rule, create_graph)
         places, terms = [], []
         with _arithmetic(losses, options):
-            for site in self.sites:
-                for operand, v, factor in backward.factors(site):
+            for site, own in zip(self.sites, found, strict=True):
+                for operand, v, factor in backward.factors(site, own):
                     places.append((site, operand))
                     window, paths = self.windows[operand.node], self.paths[operand.node]
                     reached = operand.params if window is None else (window.param,)
                     terms.append(Term(v, reached, window, factor, paths))
-        return losses, places, terms, {n: forward.operands[i] for n, i in self.program.further.items()}
+        return losses, places, terms, {n: forward.values[n] for n in self.program.further}
 
 
 @contextlib.contextmanager
@@ -121,7 +123,7 @@ def _arithmetic(losses: Tensor, options: Options) -> Iterator[None]:
         yield
 
 
-def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call]:
+def build(model: Bound, loss: LossFunction, call: Call) -> tuple[Pipeline, Call]:
     """Trace, rewrite, find the sites, tap, and probe on a few examples, which are returned too."""
     trainable = set(call.trainable)
     traced = rehearsed(model, call, lambda: _trace_serving(model, call))
@@ -137,18 +139,18 @@ def build(model: Bound, loss: ExampleLosses, call: Call) -> tuple[Pipeline, Call
     windows = {o.node: find_window(traced, o, call.params) for s in sites for o in s.operands}
     search = Paths(traced, flow, call.params)
     paths = {n: () if window else search.to(n) for n, window in windows.items()}
-    taken = dict.fromkeys(
+    on_paths = dict.fromkeys(
         n for own in paths.values() for path in own for step in path.steps for n in step.nodes
     )
-    program = tap(traced, sites, uses, taken)
+    program = tap(traced, sites, uses, [*on_paths])
     with StandStill():
         few, (layouts, out) = _probed(traced, sites, program, call, ways_to_draw(traced.serves, call))
         outputs = Outputs(traced, layouts.outputs, copied)
         if call.batch > few.batch:
             refuse_mixing_in(Trial(traced, program, call.at_leaves()), layouts.outputs)
         losses = decided(loss, outputs, out, few)
-    bound = _bind(traced, sites, uses, program.slots, layouts)
-    same = alike(few, targets=losses.batched)
+    bound = _bind(traced, sites, uses, program.kept, layouts)
+    same = alike(few, targets=losses.takes_batches())
     return Pipeline(traced, program, bound, windows, paths, losses, same, held), few
 
 
@@ -199,23 +201,24 @@ def _layouts(trial: Trial, sites: list[Site]) -> tuple[Layouts, list[Tensor]]:
 
 
 def _bind(
-    traced: Trace, sites: list[Site], uses: list[list[Use]], slots: list[Slots], layouts: Layouts
+    traced: Trace,
+    sites: list[Site],
+    uses: list[list[Use]],
+    kept: list[dict[fx.Node, fx.Node]],
+    layouts: Layouts,
 ) -> list[BoundSite]:
     edges, bound = iter(layouts.edges), []
-    for site, site_uses, slot in zip(sites, uses, slots, strict=True):
+    for site, site_uses, nodes in zip(sites, uses, kept, strict=True):
         own = tuple(next(edges) for _ in site.outputs)
-        bound.append(
-            BoundSite(site, site_uses, slot, own, _residual_layouts(site, site_uses, own[0], traced))
-        )
+        residuals = {n: Kept(k, _residual_layout(n, own[0], traced)) for n, k in nodes.items()}
+        bound.append(BoundSite(site, site_uses, residuals, own))
     return bound
 
 
-def _residual_layouts(site: Site, uses: list[Use], at: Layout, traced: Trace) -> dict[fx.Node, Layout]:
-    """Where the batch is in each residual: the same part of the same fold as in the activation."""
-    found = {}
-    for node in nodes_needed(uses, site):
-        dims = batch_dims(value(node), traced.batch)
-        if len(dims) == 1:
-            same = fold_factor_of(value(node), traced.batch) == at.fold
-            found[node] = Layout(dims[0], at.lead, at.trail) if same else Layout(dims[0])
-    return found
+def _residual_layout(node: fx.Node, at: Layout, traced: Trace) -> Layout | None:
+    """Where the batch is in a residual, if it has one: the same part of the same fold as in the activation."""
+    dims = batch_dims(value(node), traced.batch)
+    if len(dims) != 1:
+        return None
+    same = fold_factor_of(value(node), traced.batch) == at.fold
+    return Layout(dims[0], at.lead, at.trail) if same else Layout(dims[0])

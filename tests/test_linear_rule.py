@@ -13,7 +13,7 @@ from oracle import assert_rows_equal, rows_of
 from strategies import linear_configs
 
 import pexgrad
-from pexgrad.stages import evaluate
+from pexgrad.stages import cotangents
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -80,10 +80,10 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("large", [0, evaluate.LARGE], ids=["copied once", "left"])
+@pytest.mark.parametrize("large", [0, cotangents.LARGE], ids=["copied once", "left"])
 def test_a_cotangent_that_arrives_transposed(monkeypatch, large, write):
     """A large one is brought into order before it goes on; the loss may write into the output."""
-    monkeypatch.setattr(evaluate, "LARGE", large)
+    monkeypatch.setattr(cotangents, "LARGE", large)
     model, loss, x, y = Logits(), transposed(WRITES[write]), torch.randn(2, 5, 4), torch.randint(3, (2, 5))
     jacobian = pexgrad.per_example_jacobian(model, loss)(dict(model.named_parameters()), x, y)
     assert_rows_equal(jacobian.rows(), rows_of(model, loss, x, y))
@@ -105,7 +105,7 @@ def test_a_loss_that_writes_into_an_output_that_is_a_view():
 
 
 def test_a_cotangent_copied_on_arrival_can_be_differentiated_again(monkeypatch):
-    monkeypatch.setattr(evaluate, "LARGE", 0)
+    monkeypatch.setattr(cotangents, "LARGE", 0)
     model, loss, x, y = (
         Logits(),
         transposed(WRITES["nothing"]),

@@ -452,6 +452,21 @@ def test_a_counter_on_the_model_is_warned_of():
     assert len(seen) == 1
 
 
+def test_a_global_that_is_only_stored_is_not_read():
+    class Storing(nn.Linear):
+        def forward(self, x):
+            global LAST
+            LAST = float(x.shape[1])
+            return super().forward(x)
+
+    model = Storing(3, 4)
+    fn, params = pexgrad.per_example_grad(model), dict(model.named_parameters())
+    for number in range(3):
+        globals()["LAST"] = float(number)
+        fn(params, torch.randn(4, 3), torch.randint(4, (4,)))
+    assert fn.trace_count == 1
+
+
 def test_a_global_with_the_name_of_an_attribute_is_another_thing():
     """As in a script: `self.out(x)` in the model, and `out = fn(params, x, y)` in the loop."""
     space = {"__name__": "script", "nn": nn, "torch": torch, "SCALE": 2.0}

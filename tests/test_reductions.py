@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from oracle import assert_rows_equal, losses_of, rows_of
 
 import pexgrad
+from pexgrad.losses.reduced import Reduced
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -148,7 +149,7 @@ def test_each_example_has_its_own_number(name):
         want = rows_of(model, loss, x, y)
         for k in params:
             torch.testing.assert_close(rows[k], want[k], equal_nan=True)
-    reduced = {p.losses.reductions is not None for p in fn._traces}
+    reduced = {isinstance(p.losses.by_batch, Reduced) for p in fn._traces}
     assert together is None or reduced == {together}
 
 
@@ -256,7 +257,7 @@ def test_probabilities_that_the_model_gives():
     x, y = torch.randn(6, 3), torch.rand(6, 4)
     fn = pexgrad.per_example_grad(model, lambda o, y: F.binary_cross_entropy(o, y))
     assert_rows_equal(fn(dict(model.named_parameters()), x, y), rows_of(model, F.binary_cross_entropy, x, y))
-    assert [p.losses.reductions is not None for p in fn._traces] == [True]
+    assert [isinstance(p.losses.by_batch, Reduced) for p in fn._traces] == [True]
 
 
 def test_a_loss_that_changes_its_code_later():
@@ -299,7 +300,7 @@ def test_a_float_that_leads_to_another_setting(another):
     for b, step in ((4, 0.0), (4, 10.0), (6, 1.0), (6, 10.0), (1, 10.0)):
         kind["step"], x, y = step, torch.randn(b, 3), torch.randn(b, 4)
         assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
-    assert [p.losses.reductions is not None for p in fn._traces] == [True]
+    assert [isinstance(p.losses.by_batch, Reduced) for p in fn._traces] == [True]
 
 
 def test_a_float_that_leads_to_another_tensor():
@@ -363,7 +364,7 @@ def test_a_size_that_is_another_number_later():
     for b, by in ((4, 0.0), (6, 0.0), (6, 6.0), (4, 6.0), (4, 6), (6, 6), (1, 1.0), (5, 0.0)):
         kind["by"], x, y = by, torch.randn(b, 3), torch.randn(b, 4)
         assert_rows_equal(fn(params, x, y), rows_of(model, loss, x, y))
-    assert [p.losses.reductions is not None for p in fn._traces] == [True]
+    assert [isinstance(p.losses.by_batch, Reduced) for p in fn._traces] == [True]
 
 
 def test_a_loss_that_writes_and_changes_its_code():
@@ -375,8 +376,8 @@ def test_a_loss_that_writes_and_changes_its_code():
 
     fn, x, params = pexgrad.per_example_grad(model, loss), torch.randn(4, 3), dict(model.named_parameters())
     assert_rows_equal(fn(params, x), rows_of(model, loss, x, None))
-    assert [p.losses.reductions is not None for p in fn._traces] == [True]
-    for steps in next(iter(fn._traces)).losses.reductions.ways:
+    assert [isinstance(p.losses.by_batch, Reduced) for p in fn._traces] == [True]
+    for steps in next(iter(fn._traces)).losses.by_batch.steps:
         steps.append("another")  # as where a float has led the code another way
     with pytest.raises(pexgrad.LossError, match="writes into the model's output"):
         fn(params, x)

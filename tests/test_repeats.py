@@ -18,7 +18,7 @@ import pexgrad
 from pexgrad.calls import repeats, transforms
 from pexgrad.factors import _base
 from pexgrad.flat import plain
-from pexgrad.inputs.loss import ExampleLosses
+from pexgrad.losses.loss import LossFunction
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -236,7 +236,7 @@ def test_losses_of_a_few_operations(loss):
 
 
 def test_code_that_imports_is_not_plain():
-    assert not plain.is_plain_loss(ExampleLosses(importing))
+    assert not plain.is_plain_loss(LossFunction(importing))
 
 
 @pytest.mark.parametrize("loss", MORE)

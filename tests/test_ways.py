@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from oracle import assert_rows_equal, rows_of
 
 import pexgrad
-from pexgrad.stages.loss_ways import Way, Ways
+from pexgrad.losses.branches import Branch, Branches
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -302,12 +302,12 @@ def test_losses_that_are_zero_but_for_rounding(dtype, single):
 
 def test_what_is_known_stays_within_bounds():
     """The operations of a loss may be those of the classes that are there, other ones in each batch."""
-    ways = Ways(None, noting=False)
-    ways.keep(("first",), Way(None), 4)
+    known = Branches(None, noting=False)
+    known.keep(("first",), Branch(None), 4)
     for i in range(1000):
-        ways.keep((i,), Way(None), 5)
-        assert ways.get((i,)).covers(5) and len(ways._known) <= 256
-    assert ways.get(("first",)) is None and ways.largest == 5
+        known.keep((i,), Branch(None), 5)
+        assert known.get((i,)).covers(5) and len(known._known) <= 256
+    assert known.get(("first",)) is None and known.largest == 5
 
 
 def test_a_flat_graph_of_a_loss_that_asks_for_the_number_of_examples():

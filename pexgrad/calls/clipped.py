@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,21 +10,22 @@ from torch import Tensor
 from ..errors import InputError
 from ..inputs.arguments import Options, Params
 from ..inputs.call import Call
-from ..inputs.torch_losses import Loss
+from ..losses.torch_losses import Loss
 from ..operator.clipping import Clipping
 from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline
 from .compose import composable
 from .results import NUMBERS, SUMS, Clipped, Part
-from .transforms import Model, Transform
+from .transform import Model, Transform
 
 
 class ClippedGrad(Transform):
     """`(params, x, y=None, *, mask=None) -> Clipped`; made by `clipped_grad`."""
 
     def __init__(self, model: Model, loss: Loss, options: Options, clipping: Clipping):
+        how = clipping.how
+        super().__init__(model, loss, options, beside=[how] if callable(how) else [])
         self._clipping = clipping
-        super().__init__(model, loss, options)
 
     @property
     def sensitivity(self) -> float | None:
@@ -46,9 +46,6 @@ class ClippedGrad(Transform):
         if not call.batch:  # which a function for the weights need not take
             return Clipped(call.zeros(), call.no_numbers(), call.no_numbers())
         return super()._run(call, pipeline)
-
-    def _written_in(self) -> list[Callable[..., Any]]:
-        return [*super()._written_in(), *([self._clipping.how] if callable(self._clipping.how) else [])]
 
     def _check_mask(self, call: Call, mask: Tensor) -> None:
         super()._check_mask(call, mask)

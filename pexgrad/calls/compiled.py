@@ -27,20 +27,20 @@ from ..errors import InputError
 from .results import split
 
 if TYPE_CHECKING:
-    from .compose import Composable
+    from .transform import Transform
 
-_known: weakref.WeakValueDictionary[str, Composable] = weakref.WeakValueDictionary()
+_known: weakref.WeakValueDictionary[str, Transform] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def handle(transform: Composable) -> str:
+def handle(transform: Transform) -> str:
     """A name for a transform, by which the operation finds it again."""
     name = str(next(_numbers))
     _known[name] = transform
     return name
 
 
-def call(transform: Composable, params: Any, x: Any, y: Any, options: dict[str, Any]) -> Any:
+def call(transform: Transform, params: Any, x: Any, y: Any, options: dict[str, Any]) -> Any:
     """What `transform(params, x, y)` returns, in operations that the compiler can trace."""
     tensors: list[Tensor] = []
     template = _template((params, x, y, options, _state(transform, params)), tensors)
@@ -50,7 +50,7 @@ def call(transform: Composable, params: Any, x: Any, y: Any, options: dict[str, 
     return transform._of_parts(*split(flat, transform._parts(), _paths(transform._handle, template)))
 
 
-def _state(transform: Composable, params: Any) -> list[Tensor]:
+def _state(transform: Transform, params: Any) -> list[Tensor]:
     """What the modules hold beside the parameters that a call is given: the compiler has to know that the call reads it."""
     model, loss, given = transform._model, transform._loss.loss, nested.flatten(params)
     held = [p for k, p in model.parameters().items() if k not in given] + list(model.buffers().values())

@@ -15,11 +15,11 @@ from ..flat.stacked import is_random, run_stacked
 from ..flat.stacking import Stacked
 from ..inputs.arguments import Options, check_call
 from ..inputs.call import Call
-from .compose import Composable
+from .transform import Transform
 
 
 def run_members(
-    fn: Composable,
+    fn: Transform,
     params: Mapping[str, Any],
     x: Any,
     y: Any,
@@ -56,7 +56,7 @@ def run_members(
     return pytree.tree_unflatten(flat, lowered.spec)
 
 
-def _graph(fn: Composable, call: Call) -> Lowered:
+def _graph(fn: Transform, call: Call) -> Lowered:
     if fn._options.create_graph:
         raise InputError('members run together without autograd: with create_graph use how="one by one"')
     lowered = fn._graph(call)

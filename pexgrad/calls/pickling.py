@@ -1,55 +1,14 @@
-"""How a transform is pickled and copied: without what it has traced, which the copy traces again."""
+"""Whether what a transform is made of can be pickled, found out without writing its numbers."""
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ..errors import PexgradError
-from ..inputs.loss import ExampleLosses
-from ..inputs.rebind import Bound
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-class Pickled:
-    """The part of a transform that is about copies of it."""
-
-    _model: Bound
-    _loss: ExampleLosses
-    _traced = ("_traces", "_graphs", "_by_structure", "_handle")  # attributes that a copy makes anew
-
-    def _reset(self) -> None:
-        """Begin without anything that was traced: sets those attributes."""
-        raise NotImplementedError
-
-    def __getstate__(self) -> dict[str, Any]:
-        for name, part in (("model", self._model.model), ("loss", self._loss.loss)):
-            _check_pickles(name, part)
-        return self._state()
-
-    def _state(self) -> dict[str, Any]:
-        """What the transform is made of, without what it has traced."""
-        return {k: v for k, v in vars(self).items() if k not in self._traced}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-
-    def __copy__(self) -> Self:
-        other = object.__new__(type(self))
-        other.__setstate__(self._state())
-        return other
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        other = object.__new__(type(self))
-        other.__setstate__(copy.deepcopy(self._state(), memo))
-        return other
 
 
 class _WithoutTensors(pickle.Pickler):
@@ -59,7 +18,8 @@ class _WithoutTensors(pickle.Pickler):
         return "tensor" if isinstance(obj, Tensor) else None
 
 
-def _check_pickles(name: str, part: Any) -> None:
+def check_pickles(name: str, part: Any) -> None:
+    """Raise where the model or the loss of a transform cannot be pickled."""
     try:
         _WithoutTensors(io.BytesIO()).dump(part)
     except Exception as e:

@@ -28,7 +28,7 @@ from ..flat.plain import is_plain, is_plain_loss
 from ..flat.running import without_autograd, writing_rows
 from ..inputs.arguments import Options
 from ..inputs.call import Call
-from ..inputs.loss import ExampleLosses
+from ..losses.loss import LossFunction
 from ..pipeline import Pipeline
 
 Buffers = Mapping[str, Tensor] | None
@@ -87,7 +87,7 @@ class Repeats:
         return answer
 
 
-def may_repeat(call: Call, loss: ExampleLosses, options: Options) -> bool:
+def may_repeat(call: Call, loss: LossFunction, options: Options) -> bool:
     """Whether a call is small and plain: tensors in and out, nothing around it, nothing in it that may do more than compute."""
     device = next(iter(call.params.values())).device.type
     plain = options.strategy == "crb" and not options.create_graph and options.chunk_size is None

@@ -27,10 +27,10 @@ from ..errors import (
 )
 from ..inputs.call import Call
 from ..inputs.generators import States
-from ..inputs.loss import ExampleLosses
 from ..inputs.preserved import preserved
 from ..inputs.reads import forget_names
 from ..inputs.rebind import Bound, refuse_backward_hooks
+from ..losses.loss import LossFunction
 from ..pipeline import Pipeline, build
 from ..stages.few_examples import REPEATED, draw
 from ..stages.layout import UntoldError
@@ -57,7 +57,7 @@ class Unverified:
 class Traces:
     """The pipelines of a model and a loss, by the signature of the calls that they serve."""
 
-    def __init__(self, model: Bound, loss: ExampleLosses, *, verified: bool, owner: str):
+    def __init__(self, model: Bound, loss: LossFunction, *, verified: bool, owner: str):
         self._model, self._loss, self._verified, self._owner = model, loss, verified, owner
         self._known: dict[Any, list[Pipeline]] = {}
         self._kept_alive: dict[Any, list[Any]] = {}  # what the keys of _known identify

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..errors import TraceError
 from ..inputs.call import Call
-from ..inputs.loss import ExampleLosses, refuse_other_ways
 from ..inputs.rebind import Bound
+from ..losses.loss import LossFunction, refuse_reading_parameters
 from ..operator.jacobian import Jacobian
 
 
-def _example_loss(model: Bound, losses: ExampleLosses, one: Call) -> Tensor:
+def _example_loss(model: Bound, losses: LossFunction, one: Call) -> Tensor:
     output = model.run(one.params, one.x)
     return losses.of_each(lambda _: (output, one.y), 1)[0]
 
@@ -31,21 +31,21 @@ def grad_or_zeros(loss: Tensor, leaves: list[Tensor], create_graph: bool = False
     return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(leaves, grads, strict=True)]
 
 
-def naive(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = False) -> Jacobian:
+def naive(model: Bound, loss: LossFunction, at: Call, create_graph: bool = False) -> Jacobian:
     """One example at a time: the definition."""
     losses, rows = [], []
     with torch.enable_grad():
         for b in range(at.batch):
             value = _example_loss(model, loss, at.examples(b, b + 1))
             if not b:
-                refuse_other_ways(value, at)
+                refuse_reading_parameters(value, at)
             rows.append(grad_or_zeros(value, [at.params[k] for k in at.trainable], create_graph))
             losses.append(value if create_graph else value.detach())
     _refuse_inner_backward(at)
     return _stacked(losses, rows, at, create_graph)
 
 
-def multi(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = False) -> Jacobian:
+def multi(model: Bound, loss: LossFunction, at: Call, create_graph: bool = False) -> Jacobian:
     """Every example with its own aliases of the parameters, views and not copies; one backward through the sum."""
     losses, aliases = [], []
     with torch.enable_grad():
@@ -53,7 +53,7 @@ def multi(model: Bound, loss: ExampleLosses, at: Call, create_graph: bool = Fals
             mine = {k: p.view_as(p) for k, p in at.params.items()}
             losses.append(_example_loss(model, loss, at.examples(b, b + 1).at(mine)))
             if not b:
-                refuse_other_ways(losses[0], at)
+                refuse_reading_parameters(losses[0], at)
             aliases.append([mine[k] for k in at.trainable])
         flat = [a for mine in aliases for a in mine]
         grads = grad_or_zeros(torch.stack(losses).sum(), flat, create_graph)

@@ -14,8 +14,8 @@ from ..base.still import StandStill
 from ..errors import ANY_MODEL, LossError, MixedExamplesError, VerificationError
 from ..inputs.arguments import Options
 from ..inputs.call import Call
-from ..inputs.loss import ExampleLosses
 from ..inputs.rebind import Bound
+from ..losses.loss import LossFunction
 from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline
 from ..stages.mixing_by_shape import Mixing, first_mixing
@@ -52,7 +52,7 @@ def _definition(pipeline: Pipeline, model: Bound, at: Call) -> Jacobian:
     return naive(model, pipeline.losses.loss, at)
 
 
-def _refuse_comparing(model: Bound, loss: ExampleLosses, at: Call, want: Jacobian) -> None:
+def _refuse_comparing(model: Bound, loss: LossFunction, at: Call, want: Jacobian) -> None:
     """Raise where no example has a gradient by itself, and the batch has one: the loss compares examples."""
     small_first = sorted(want.rows(last=True).values(), key=Tensor.numel)
     if at.batch < 2 or any(bool(r.any()) for r in small_first):

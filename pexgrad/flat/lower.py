@@ -48,9 +48,9 @@ from ..inputs.arguments import Options
 from ..inputs.call import Call
 from ..pipeline import Pipeline
 from ..stages.strides import copy_what_is_read_by_strides
-from ..stages.tap import OURS
 from ..tracing.backward import BACKWARD
 from ..tracing.numbers import noting_numbers
+from ..tracing.opaque import is_opaque
 from .portable import make_portable, reshape_views, without_checks
 
 aten = torch.ops.aten
@@ -290,23 +290,9 @@ def _writes(node: fx.Node) -> bool:
 
 def _refuse_stop_gradients(pipeline: Pipeline) -> None:
     for node in pipeline.program.module.graph.nodes:
-        stops = node.target in (aten.detach.default, torch._C._set_grad_enabled)
-        if stops or not _has_its_own_derivative(node):
+        if node.target in (aten.detach.default, torch._C._set_grad_enabled) or is_opaque(node):
             raise TraceError(
                 f"the model stops or changes gradients ({operation(node)} at {node.meta.get('source', '')}), which a flat "
                 "graph keeps for the rows but not for derivatives of the rows; leave create_graph off, or differentiate the "
                 "function itself with torch.autograd.grad"
             )
-
-
-def _has_its_own_derivative(node: fx.Node) -> bool:
-    """Whether autograd's own derivative of the operation is the right one: a user's function may have another."""
-    if node.op != "call_function" or isinstance(node.target, OpOverload) or node.target in OURS:
-        return True
-    return getattr(node.target, "__module__", "") in (
-        "_operator",
-        "torch",
-        "math",
-        "torch._C",
-        "torch.amp.autocast_mode",
-    )

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ..inputs.loss import ExampleLosses
+from ..losses.loss import LossFunction
 from ..stages.tap import gradient_edge, own_memory
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ def is_plain(graph: fx.Graph) -> bool:
     return all(n.target in _OPERATIONS for n in nodes)
 
 
-def is_plain_loss(losses: ExampleLosses) -> bool:
+def is_plain_loss(losses: LossFunction) -> bool:
     """Whether a loss is torch's own, or straight code that calls nothing but such functions on plain tensors."""
     return losses.vectorised is not None or _is_straight(losses.loss)
 

@@ -74,6 +74,18 @@ class Options:
         one_of(self.conv_rule, CONV_RULES, "conv_rule")
 
 
+def check_functions(model: Any, loss: Any) -> None:
+    """Raise where a model or a loss is none."""
+    if not callable(model):
+        raise InputError(
+            f"model must be an nn.Module or a function f(params, *inputs), not {type(model).__name__}"
+        )
+    if not callable(loss):
+        raise InputError(f"loss must be a function loss(output, y), not {type(loss).__name__}")
+    if isinstance(loss, type):
+        raise InputError(f"loss is the class {loss.__name__}; pass an instance of it, {loss.__name__}()")
+
+
 def check_call(model: Bound, params: Params, x: Any, y: Any) -> Call:
     """Check what a call is given and complete its parameters with the model's own."""
     if not isinstance(params, Mapping):

@@ -27,8 +27,9 @@ def names_of(function: FunctionType) -> Names:
     code, known = function.__code__, _known.get(function)
     if known is None or known.code is not code:  # a notebook that reloads code gives a function another
         codes = [] if is_installed(code.co_filename) else list(_codes_in(code))
-        every = frozenset(name for c in codes for name in (*_names_read(c), *_names_in_text(c)))
-        known = _known[function] = Names(code, every, frozenset(g for c in codes for g in _globals_in(c)))
+        read = [i for c in codes for i in _loads(c)]
+        every = frozenset(i.argval for i in read).union(*map(_names_in_text, codes))
+        known = _known[function] = Names(code, every, frozenset(i.argval for i in read if _is_of_global(i)))
     return known
 
 
@@ -37,11 +38,15 @@ def names_in(function: FunctionType) -> frozenset[str]:
     return names_of(function).every
 
 
-def _names_read(code: CodeType) -> Iterator[str]:
-    """The names that code loads, of globals and of attributes; what it only stores is not read."""
+def _loads(code: CodeType) -> Iterator[dis.Instruction]:
+    """The instructions that load a global or an attribute; what code only stores is not read."""
     for instruction in dis.get_instructions(code):
         if instruction.opname.startswith("LOAD_") and instruction.argval in code.co_names:
-            yield instruction.argval
+            yield instruction
+
+
+def _is_of_global(load: dis.Instruction) -> bool:
+    return "GLOBAL" in load.opname or load.opname == "LOAD_NAME"  # the latter in the body of a class
 
 
 def _names_in_text(code: CodeType) -> list[str]:
@@ -61,10 +66,3 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes_in(constant)
-
-
-def _globals_in(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        # the latter in the body of a class
-        if "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
-            yield instruction.argval

@@ -210,7 +210,7 @@ def of_object(value: Any, names: frozenset[str]) -> tuple[Reads, frozenset[str]]
     """The attributes and methods of an object that are named, and the names that are reached through it."""
     if isinstance(value, ModuleType):
         return ([] if _is_installed(value) else _attributes("", vars(value), names)), frozenset()
-    return _named("", value, names)[1:], names | _names_of_methods(type(value), names)[1]
+    return _inside("", value, names)
 
 
 def attribute_names(value: Any) -> frozenset[str]:
@@ -225,19 +225,23 @@ def _named(name: str, value: Any, names: frozenset[str]) -> Reads:
     """A value that code reads, with those of its attributes that the code names."""
     if isinstance(value, ModuleType):
         return [] if _is_installed(value) else [(name, value)]  # what is in it is looked up by its names
+    return [(name, value), *_inside(name, value, names)[0]]
+
+
+def _inside(name: str, value: Any, names: frozenset[str]) -> tuple[Reads, frozenset[str]]:
     kind = type(value)
     has_more = isinstance(value, list | tuple | set | dict) and is_users(kind)
     if isinstance(value, (*_PLAIN, type, FunctionType, MethodType)) and not has_more:
-        return [(name, value)]
-    held: dict[str, Any] = getattr(value, "__dict__", {})
+        return [], names
     methods, names = _names_of_methods(kind, names)
-    of_kind = {n: v for c in reversed(kind.__mro__[:-1]) for n, v in vars(c).items()}
-    slots = {n: getattr(value, n, None) for n, v in of_kind.items() if isinstance(v, MemberDescriptorType)}
-    of_kind = (
-        {n: _function(v) for n, v in of_kind.items()} if is_users(kind) else {}
-    )  # none of a namespace's, say
-    plain = {n: v for n, v in of_kind.items() if not isinstance(v, FunctionType | MemberDescriptorType)}
-    return [(name, value), *_attributes(name, {**plain, **slots, **held}, names), *methods]
+    of_kind = {n: v for c in reversed(kind.__mro__[:-1]) for n, v in vars(c).items() if n in names}
+    held: dict[str, Any] = {}
+    for n, v in of_kind.items():
+        if isinstance(v, MemberDescriptorType):
+            held[n] = getattr(value, n, None)
+        elif is_users(kind) and not isinstance(f := _function(v), FunctionType):
+            held[n] = f  # none of a namespace's, say
+    return [*_attributes(name, held | getattr(value, "__dict__", {}), names), *methods], names
 
 
 def _attributes(name: str, held: dict[str, Any], names: frozenset[str]) -> Reads:

@@ -1,4 +1,4 @@
-"""In each call: the cotangents of the activations, and from them each site's factors."""
+"""In each call: from the values that were kept and the cotangents of the activations, each site's factors."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.node import map_arg
 
 from ..base.fakes import is_recorded
 from ..base.nodes import nodes_in
 from ..factors import Factor, Replay
 from ..rules.registry import GIVEN, Rule
-from .layout import Anywhere, Layout
+from .layout import Layout
 from .plan import Use
 from .sites import Operand, Site
-from .tap import Forward, Slots
-
-# elements of an output from which a copy of its cotangent takes much longer than a call of autograd
-LARGE = 1 << 20
+from .tap import Forward
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +28,8 @@ class BoundSite:
 
     site: Site
     uses: list[Use]
-    slots: Slots
+    residuals: dict[fx.Node, Kept]
     layouts: tuple[Layout, ...]  # of each activation
-    residual_layouts: dict[fx.Node, Layout]  # of each batched residual
 
     @cached_property
     def calls(self) -> list[RuleCall | None]:
@@ -50,14 +45,14 @@ class BoundSite:
     def _source(self, name: str) -> Any:
         argument = self.site.arguments[name]
         if isinstance(argument, fx.Node):
-            return Kept(self.slots.residuals[argument], self.residual_layouts.get(argument))
+            return self.residuals[argument]
         return Tree(argument) if any(True for _ in nodes_in(argument)) else argument
 
 
 class Kept(NamedTuple):
     """An argument that the forward pass kept."""
 
-    slot: int
+    node: fx.Node  # whose value it is
     layout: Layout | None  # None: it has no batch
 
 
@@ -77,101 +72,24 @@ class RuleCall:
     given: tuple[str, ...]
 
 
-def way_out(outputs: Sequence[Tensor]) -> GradientEdge | None:
-    """Where the cotangent of the model's output arrives, if there is one output and a large one that lies contiguous.
-
-    It is taken before the loss may write into the output.
-    """
-    active = [t for t in outputs if t.requires_grad]
-    if len(active) != 1 or is_recorded(active[0]):
-        return None
-    (output,) = active
-    return get_gradient_edge(output) if output.numel() >= LARGE and output.is_contiguous() else None
-
-
-def cotangents(
-    forward: Forward, losses: Tensor, out: GradientEdge | None, sites: Sequence[BoundSite], create_graph: bool
-) -> list[Tensor | None]:
-    """dL_b / d(activation), for every edge: one backward that computes no parameter's gradient.
-
-    Where the examples' parts of an activation overlap, (b, *shape): there it takes a backward for each example.
-    """
-    if not losses.requires_grad:
-        return [None] * len(forward.edges)
-    apart = {
-        i
-        for site in sites
-        for i, at in zip(site.slots.edges, site.layouts, strict=True)
-        if isinstance(at, Anywhere) and forward.edges[i] is not None
-    }
-    together = [i for i, e in enumerate(forward.edges) if e is not None and i not in apart]
-    found: dict[int, Tensor | None] = {}
-    if apart:
-        found |= _cotangents_apart(forward, losses, sorted(apart), create_graph)
-    if together:
-        with torch.enable_grad():
-            total = losses.sum()
-        grads = _backward(total, out, [forward.edges[i] for i in together], create_graph)
-        found |= zip(together, grads, strict=True)
-    return forward.cotangents(found.get(i) for i in range(len(forward.edges)))
-
-
-def _backward(
-    total: Tensor, out: GradientEdge | None, edges: list[Any], create_graph: bool
-) -> Sequence[Tensor | None]:
-    """One backward; it rests at a large output, whose cotangent is brought into order there.
-
-    A language model's logits are transposed for the loss, and their cotangent would be copied twice otherwise, by the
-    operation's own backward and by the factor.
-    """
-    if out is None:
-        return torch.autograd.grad(total, edges, create_graph=create_graph, allow_unused=True)
-    (cotangent,) = torch.autograd.grad(total, [out], create_graph=create_graph, allow_unused=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    if cotangent is None:
-        return [None] * len(edges)
-    return torch.autograd.grad(
-        [out], edges, [cotangent.contiguous()], create_graph=create_graph, allow_unused=True
-    )  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-
-def _cotangents_apart(
-    forward: Forward, losses: Tensor, edges: list[int], create_graph: bool
-) -> dict[int, Tensor | None]:
-    of_examples = [
-        torch.autograd.grad(  # pyright: ignore[reportCallIssue]
-            loss, [forward.edges[i] for i in edges],  # pyright: ignore[reportArgumentType]
-            retain_graph=True, create_graph=create_graph, allow_unused=True,
-        )
-        for loss in losses.unbind()
-    ]  # fmt: skip
-    return {i: _stacked(column) for i, column in zip(edges, zip(*of_examples, strict=True), strict=True)}
-
-
-def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
-    present = next((g for g in grads if g is not None), None)
-    if present is None:
-        return None
-    return torch.stack([torch.zeros_like(present) if g is None else g for g in grads])
-
-
 @dataclass(frozen=True, eq=False)
 class Backward:
     """What a call has computed when the factors of its sites are made."""
 
     forward: Forward
-    cotangents: Sequence[Tensor | None]  # of each edge
     batch: int
     conv_rule: str
     create_graph: bool
 
-    def factors(self, bound: BoundSite) -> Iterator[tuple[Operand, Tensor, Factor]]:
-        """Each operand of a site that the losses depend on: the operand, its value, its factor."""
-        own = [self.cotangents[i] for i in bound.slots.edges]
+    def factors(
+        self, bound: BoundSite, own: Sequence[Tensor | None]
+    ) -> Iterator[tuple[Operand, Tensor, Factor]]:
+        """Each operand of a site that the losses depend on: the operand, its value, its factor, from the cotangents."""
         if all(g is None for g in own):
             return
         cotangent = None
-        for use, call, slot in zip(bound.uses, bound.calls, bound.slots.operands, strict=True):
-            value = self.forward.operands[slot]
+        for use, call in zip(bound.uses, bound.calls, strict=True):
+            value = self.forward.values[use.operand.node]
             if call is None:
                 factor: Factor = self._replay(bound, use, own, value)
             else:
@@ -191,18 +109,17 @@ class Backward:
             "conv_rule": self.conv_rule,
         }
 
-        def kept(slot: int, at: Layout | None) -> Any:
-            value = self.forward.residuals[slot]
+        def residual(node: fx.Node, at: Layout | None) -> Any:
+            value = self.forward.values[node]
             if isinstance(value, Tensor) and not torch.is_grad_enabled():
                 value = value.detach()
             return value if at is None else at.split(value, self.batch)
 
         def argument(source: Any) -> Any:
             if isinstance(source, Kept):
-                return kept(*source)
+                return residual(*source)
             if isinstance(source, Tree):
-                slots, layouts = bound.slots.residuals, bound.residual_layouts
-                return map_arg(source.argument, lambda n: kept(slots[n], layouts.get(n)))
+                return map_arg(source.argument, lambda n: residual(*bound.residuals[n]))
             return source
 
         return call.function(
@@ -222,7 +139,7 @@ class Backward:
         def argument(node: fx.Node) -> Any:
             if node is use.operand.node:
                 return leaf
-            kept = self.forward.residuals[bound.slots.residuals[node]]
+            kept = self.forward.values[bound.residuals[node].node]
             return kept.detach() if isinstance(kept, Tensor) and not create_graph else kept
 
         args, kwargs = map_arg((bound.site.node.args, bound.site.node.kwargs), argument)

@@ -24,7 +24,7 @@ from .parts import Part, find_parts
 from .plan import Use, nodes_needed
 from .rewrite import insert
 from .sites import Site
-from .strides import as_traced, settle_strides, strided_from
+from .strides import settle_strides
 
 aten = torch.ops.aten
 
@@ -33,9 +33,8 @@ class Forward(NamedTuple):
     """What one run of the program returns."""
 
     outputs: list[Tensor]
-    edges: list[GradientEdge | None]  # one for each activation; None where no gradient reaches it
-    residuals: list[Any]
-    operands: list[Tensor]
+    edges: list[GradientEdge | None]  # of each site's activations in turn; None where no gradient reaches one
+    values: dict[fx.Node, Any]  # residuals, operands, and other parameter-only values
     parts: dict[int, Part]  # edges that are not needed, since their cotangents are parts of others'
 
     def cotangents(self, found: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -47,21 +46,13 @@ class Forward(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Slots:
-    """Where in a `Forward` the values of one site are."""
-
-    edges: tuple[int, ...]
-    residuals: dict[fx.Node, int]
-    operands: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
 class Program:
-    """The tapped graph and where to find each site's values in what it returns."""
+    """The tapped graph and what it returns."""
 
     module: fx.GraphModule
-    slots: list[Slots]
-    further: dict[fx.Node, int]  # where in the operands other parameter-only values are
+    values: list[fx.Node]
+    kept: list[dict[fx.Node, fx.Node]]  # of each site: what it reads -> the same or a copy, among the values
+    further: list[fx.Node]  # parameter-only values that are nobody's operands
     parts: dict[int, Part]
     below: bool  # whether it was recorded below autograd, where autocast has been and gone
 
@@ -80,7 +71,8 @@ class Program:
     def run(self, values: Sequence[Tensor]) -> Forward:
         """Run forward on parameters, buffers and inputs."""
         with self.running(values):
-            return Forward(*self.module.forward(*values), parts=self.parts)
+            outputs, edges, found = self.module.forward(*values)
+        return Forward(outputs, edges, dict(zip(self.values, found, strict=True)), self.parts)
 
 
 def gradient_edge(activation: Tensor) -> GradientEdge | None:
@@ -88,8 +80,8 @@ def gradient_edge(activation: Tensor) -> GradientEdge | None:
     return get_gradient_edge(activation) if activation.requires_grad else None
 
 
-def tap(trace: Trace, sites: list[Site], uses: list[list[Use]], further: Iterable[fx.Node]) -> Program:
-    """Make the graph return edges, residuals, operands, and other parameter-only values; changes `trace.graph`."""
+def tap(trace: Trace, sites: list[Site], uses: list[list[Use]], further: list[fx.Node]) -> Program:
+    """Make the graph return edges, residuals, operands, and further parameter-only values; changes `trace.graph`."""
     graph = trace.graph
     writes = Writes(graph)
     edges: list[fx.Node | None] = []
@@ -99,12 +91,9 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]], further: Iterabl
         out: i for i, (site, out) in enumerate(activations) if out not in written and not site.is_copies
     }
     parts = find_parts(graph, places)
-    residuals: dict[fx.Node, int] = {}
-    operands: dict[fx.Node, int] = {}
-    slots = []
+    values, every_kept = dict.fromkeys(further), []
     moved: dict[fx.Node, fx.Node] = {}
     for site, site_uses in zip(sites, uses, strict=True):
-        first_edge = len(edges)
         for out in site.outputs:
             moved[out] = _tapped(out, written=out in written, shared=len(site.outputs) > 1)
             with graph.inserting_after(moved[out]):
@@ -114,25 +103,20 @@ def tap(trace: Trace, sites: list[Site], uses: list[list[Use]], further: Iterabl
         used = [use.operand.node for use in site_uses]
         for n in used:
             _refuse_overwritten(n, site, writes)
-        own_residuals = {n: residuals.setdefault(k, len(residuals)) for n, k in kept.items()}
-        own_operands = tuple(operands.setdefault(n, len(operands)) for n in used)
-        slots.append(Slots(tuple(range(first_edge, len(edges))), own_residuals, own_operands))
-    others = {n: operands.setdefault(n, len(operands)) for n in further}
+        values |= dict.fromkeys((*kept.values(), *used))
+        every_kept.append(kept)
     settle_strides(graph)
     output = graph.output_node()
-    output.args = ((output.args[0], edges, list(residuals), list(operands)),)
+    output.args = ((output.args[0], edges, list(values)),)
     graph.set_codegen(CodeGen())
     graph.lint()
-    return Program(fx.GraphModule(trace.root, graph), slots, others, parts, trace.below)
+    module = fx.GraphModule(trace.root, graph)
+    return Program(module, list(values), every_kept, further, parts, trace.below)
 
 
 def own_memory(activation: Tensor) -> Tensor:
     """`activation`, or a copy where it is a view: writing into a view takes autograd past the view's edge."""
     return activation.clone() if activation._is_view() else activation
-
-
-# the library's own functions in a program
-OURS = (gradient_edge, own_memory, as_traced, strided_from)
 
 
 def _tapped(out: fx.Node, *, written: bool, shared: bool) -> fx.Node:

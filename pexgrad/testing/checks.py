@@ -12,7 +12,7 @@ from ..api import per_example_jacobian, per_example_value_and_grad
 from ..base import trees
 from ..definition.agreement import doubled, refuse_difference
 from ..errors import VerificationError
-from ..inputs.torch_losses import Loss
+from ..losses.torch_losses import Loss
 from .configs import LayerConfig, ModelConfig
 
 

@@ -5,7 +5,7 @@ is called once, on the whole batch, in a mode that gives each example its own nu
 reduced to one. What comes after such a reduction is arithmetic on numbers, for all examples alike, in which the size of the
 batch is one.
 
-It is used where that gives what the definition gives, on a few examples and for any batch size (see `loss_graph.py`); a loss that
+It is used where that gives what the definition gives, on a few examples and for any batch size (see `reduced.py`); a loss that
 does anything else with its numbers is called for each example.
 """
 

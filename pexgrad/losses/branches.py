@@ -1,6 +1,6 @@
-"""The ways that the code of a loss (B, ...) has gone, and how far it is known that examples stay apart on each.
+"""The branches that the code of a loss (B, ...) has taken, and how far it is known that examples stay apart on each.
 
-A number, a flag or a size of batch may lead a loss another way at a later call (`if step > 1000`). That is noticed without a
+A number, a flag or a size of batch may lead a loss to another one at a later call (`if step > 1000`). That is noticed without a
 further call of the loss: what is computed there leaves other records in autograd. What autograd does not follow, a weight counted
 in the batch, calls other functions of torch; they are noted where the loss reads anything that may change.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..inputs.held import Held
-from .loss_graph import LossGraph
+from .graph import LossGraph
 
 Form = tuple[Any, ...]
 
@@ -65,8 +65,8 @@ def form(losses: Tensor, given: Iterable[Any]) -> Form:
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """One that the code has gone."""
+class Branch:
+    """One that the code has taken."""
 
     graph: LossGraph | None  # None where it has none
     together: bool = True  # whether the loss may be called for all examples at once
@@ -78,18 +78,18 @@ class Way:
         return by_graph or not self.together or batch in self.compared
 
 
-# of a loss whose operations depend on its data, a loop over the classes that are there, no two batches may go the same way
+# of a loss whose operations depend on its data, a loop over the classes that are there, no two batches may take the same
 _MOST = 256
 
 
-class Ways:
-    """Those that a loss is known to go, by their form; where there are too many, the latest."""
+class Branches:
+    """Those that a loss is known to take, by their form; where there are too many, the latest."""
 
     def __init__(self, graph: LossGraph | None, *, noting: bool):
         self.graph = graph  # of the first: where it has none, no other is recorded
-        self.noting = noting  # whether the functions that the loss calls belong to the form of a way
+        self.noting = noting  # whether the functions that the loss calls belong to the form of a branch
         self.largest = 0  # batch that examples have been compared in
-        self._known: dict[Form, Way] = {}
+        self._known: dict[Form, Branch] = {}
         self._read: list[Held] = []  # by a loss without a graph, when its examples were compared
 
     def notice(self, read: list[Held]) -> None:
@@ -102,14 +102,14 @@ class Ways:
             self._known.clear()
             self._read = read
 
-    def get(self, form: Form) -> Way | None:
-        """The way of this form."""
+    def get(self, form: Form) -> Branch | None:
+        """The branch of this form."""
         return self._known.get(form)
 
-    def keep(self, form: Form, way: Way, batch: int) -> None:
-        """Remember a way whose examples have been compared in a batch of that size."""
-        way.compared.add(batch)
+    def keep(self, form: Form, branch: Branch, batch: int) -> None:
+        """Remember a branch whose examples have been compared in a batch of that size."""
+        branch.compared.add(batch)
         self.largest = max(self.largest, batch)
         if len(self._known) >= _MOST and form not in self._known:
             self._known = dict([*self._known.items()][_MOST // 2 :])
-        self._known[form] = way
+        self._known[form] = branch

@@ -76,17 +76,17 @@ def common(one: list[Step], other: list[Step]) -> list[Step] | None:
         return None
 
 
-def is_one_of(steps: list[Step], ways: list[list[Step]]) -> bool:
-    """Whether a loss has gone one of these ways."""
+def is_one_of(steps: list[Step], known: list[list[Step]]) -> bool:
+    """Whether a loss has gone by one of these lists of steps."""
 
-    def same(a: Any, known: Any) -> bool:
-        if known is _OPEN:
+    def same(a: Any, want: Any) -> bool:
+        if want is _OPEN:
             return isinstance(a, int | torch.SymInt)
-        return _are_equal(a, known)
+        return _are_equal(a, want)
 
-    def along(way: list[Step]) -> bool:
-        return len(steps) == len(way) and all(
-            len(a) == len(b) and all(map(same, a, b)) for a, b in zip(steps, way, strict=True)
+    def all_same(want: list[Step]) -> bool:
+        return len(steps) == len(want) and all(
+            len(a) == len(b) and all(map(same, a, b)) for a, b in zip(steps, want, strict=True)
         )
 
-    return any(map(along, ways))
+    return any(map(all_same, known))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..base import trees
 from ..base.fakes import TRACING, Guards, fake_batch, quiet, symbol_of, symbolic_len, symbolic_mode
-from .leading import lead
-from .mixing_by_shape import Mixing, first_mixing
+from ..stages.leading import lead
+from ..stages.mixing_by_shape import Mixing, first_mixing
+from .outputs import Outputs
 
 # for which what the recording took for granted has to hold
 _SIZES = (*range(2, 65), 1 << 10, 1 << 12)
 
-Losses = Callable[[Any, Any, Any], Tensor]  # (the model's output, y, the batch size) -> (B,)
+OfBatch = Callable[[Any, Any, Any], Tensor]  # (the model's output, y, the batch size) -> (B,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +48,15 @@ class LossGraph:
         return lead(self.graph, self.given, self._outputs, self.batch)
 
 
-def recorded(
-    losses: Losses, whole: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor], y: Any
-) -> LossGraph:
-    """The graph of losses for every batch size. `whole` makes the model's output of its tensors (B, ...).
+def graph_of(losses: OfBatch, outputs: Outputs, tensors: Sequence[Tensor], y: Any) -> LossGraph | None:
+    """The graph of losses for every batch size, at outputs of the model; None where their code has none."""
+    if outputs.plain():
+        with contextlib.suppress(Exception):  # the loss may do what no graph can
+            return _recorded(losses, outputs, tensors, y)
+    return None
 
-    Raises:
-        Exception: of any kind, where their code has no graph for every batch size.
-    """
+
+def _recorded(losses: OfBatch, outputs: Outputs, tensors: Sequence[Tensor], y: Any) -> LossGraph:
     # of their own: what the code fixes must not fix the sizes that the model's trace speaks of
     mode, env = symbolic_mode()
     fakes = [fake_batch(mode, t.detach()) for t in (*tensors, *trees.tensors(y))]
@@ -62,9 +65,8 @@ def recorded(
 
     def run(*flat: Tensor) -> Tensor:
         left = iter(flat[len(tensors) :])
-        return losses(
-            whole(flat[: len(tensors)]), trees.map_tensors(lambda _: next(left), y), flat[0].shape[0]
-        )
+        targets = trees.map_tensors(lambda _: next(left), y)
+        return losses(outputs.whole(flat[: len(tensors)]), targets, flat[0].shape[0])
 
     with quiet(), TRACING, symbolic_len():
         record = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)
