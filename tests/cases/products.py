@@ -225,7 +225,7 @@ def linear_system_with_a_parameter(b):
     return of(forward, torch.randn(b, 3, 4), a=param(4, 4))
 
 
-@case("product", "may_refuse")
+@case("product", "may_refuse", "retraces")
 def warp_with_learned_shift(b):
     def forward(s, x):
         theta = torch.eye(2, 3).to(x.dtype) + 0.1 * s.theta.view(2, 3)
