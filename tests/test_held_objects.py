@@ -180,6 +180,83 @@ def assert_noticed(model, change):
     assert not torch.allclose(after["lin.weight"], before["lin.weight"]), "the change changes the gradient"
 
 
+class Schedule:
+    """Nothing but a number, so that it is looked into as settings are; its methods read more."""
+
+    rate = 1.0
+
+    def __init__(self):
+        self.start = 1.0
+
+    def of_global(self):
+        return self.start * level.k
+
+    @property
+    def read(self):
+        return self.start * level.k
+
+    @staticmethod
+    def static():
+        return level.k
+
+    @classmethod
+    def of_class(cls):
+        return cls.rate
+
+
+SCHEDULES = {
+    "a method": (lambda s: s.of_global(), lambda: setattr(level, "k", 3.0)),
+    "a property": (lambda s: s.read, lambda: setattr(level, "k", 3.0)),
+    "a static method": (lambda s: s.static(), lambda: setattr(level, "k", 3.0)),
+    "a class method": (lambda s: s.of_class(), lambda: setattr(Schedule, "rate", 3.0)),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_what_the_methods_of_settings_read(kind, monkeypatch):
+    monkeypatch.setattr(Schedule, "rate", 1.0)
+    read, change = SCHEDULES[kind]
+    model = Reading(lambda m, h: h * read(m.schedule))
+    model.schedule = Schedule()
+    assert_noticed(model, lambda _: change())
+
+
+def k_of(scale):
+    return scale.k
+
+
+HANDED_ON = {
+    "partial": lambda scale: functools.partial(k_of, scale),
+    "partial by name": lambda scale: functools.partial(k_of, scale=scale),
+    "partial of a method": lambda scale: functools.partial(Scale.__float__, scale),
+    "partial in a list": lambda scale: [functools.partial(k_of, scale)],
+}
+
+
+@pytest.mark.parametrize("kind", HANDED_ON)
+def test_an_object_that_a_partial_gives_on(kind):
+    scale = Scale()
+    model = Reading(lambda m, h: h * (m.held[0] if isinstance(m.held, list) else m.held)())
+    model.held = HANDED_ON[kind](scale)
+    assert_noticed(model, lambda _: setattr(scale, "k", 3.0))
+
+
+def first_in(held):
+    while not callable(held):
+        held = held[0] if isinstance(held, list) else (held if isinstance(held, dict) else vars(held))["r"]
+    return held
+
+
+READERS = {"list": [k_of], "dict": {"r": k_of}, "namespace": types.SimpleNamespace(r=[k_of])}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_an_object_that_is_read_by_a_function_in_a_container(kind):
+    model = Reading(lambda m, h: h * first_in(m.readers)(m.scale))
+    model.readers = READERS[kind]
+    assert_noticed(model, change_of_k)
+
+
 def test_an_object_that_is_read_in_two_places():
     """By other attributes in each, one before the other."""
     scale = Scale()
