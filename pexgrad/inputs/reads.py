@@ -82,6 +82,16 @@ def reaches(kind: type, held: Iterable[Any], own: set[int]) -> bool:
     return False
 
 
+def read_in_forward(kind: type, held: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """What a module's forward, and functions that it holds, find by name: in closures, among globals and in their class."""
+    names = set[str]()
+    for function in _code_from([getattr(kind, "forward", None), *map(_function, held)], kind):
+        names |= names_in(function)
+        yield from _beside(function)
+    of_class = {n: v for c in reversed(_own_bases(kind)) for n, v in vars(c).items()}
+    yield from ((n, of_class[n]) for n in names & of_class.keys())
+
+
 def names_in_forward(kind: type) -> frozenset[str]:
     """The names in a module's forward, and in the code that it reaches."""
     forward = getattr(kind, "forward", None)
