@@ -8,6 +8,7 @@ import ctypes
 import functools
 import math
 import types
+import weakref
 from fractions import Fraction
 from pathlib import Path
 
@@ -178,6 +179,83 @@ def assert_noticed(model, change):
     after = fn(params, x, y)
     assert_rows_equal(after, rows_of(model, F.cross_entropy, x, y))
     assert not torch.allclose(after["lin.weight"], before["lin.weight"]), "the change changes the gradient"
+
+
+class Schedule:
+    """Nothing but a number, so that it is looked into as settings are; its methods read more."""
+
+    rate = 1.0
+
+    def __init__(self):
+        self.start = 1.0
+
+    def of_global(self):
+        return self.start * level.k
+
+    @property
+    def read(self):
+        return self.start * level.k
+
+    @staticmethod
+    def static():
+        return level.k
+
+    @classmethod
+    def of_class(cls):
+        return cls.rate
+
+
+SCHEDULES = {
+    "a method": (lambda s: s.of_global(), lambda: setattr(level, "k", 3.0)),
+    "a property": (lambda s: s.read, lambda: setattr(level, "k", 3.0)),
+    "a static method": (lambda s: s.static(), lambda: setattr(level, "k", 3.0)),
+    "a class method": (lambda s: s.of_class(), lambda: setattr(Schedule, "rate", 3.0)),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_what_the_methods_of_settings_read(kind, monkeypatch):
+    monkeypatch.setattr(Schedule, "rate", 1.0)
+    read, change = SCHEDULES[kind]
+    model = Reading(lambda m, h: h * read(m.schedule))
+    model.schedule = Schedule()
+    assert_noticed(model, lambda _: change())
+
+
+def k_of(scale):
+    return scale.k
+
+
+HANDED_ON = {
+    "partial": lambda scale: functools.partial(k_of, scale),
+    "partial by name": lambda scale: functools.partial(k_of, scale=scale),
+    "partial of a method": lambda scale: functools.partial(Scale.__float__, scale),
+    "partial in a list": lambda scale: [functools.partial(k_of, scale)],
+}
+
+
+@pytest.mark.parametrize("kind", HANDED_ON)
+def test_an_object_that_a_partial_gives_on(kind):
+    scale = Scale()
+    model = Reading(lambda m, h: h * (m.held[0] if isinstance(m.held, list) else m.held)())
+    model.held = HANDED_ON[kind](scale)
+    assert_noticed(model, lambda _: setattr(scale, "k", 3.0))
+
+
+def first_in(held):
+    while not callable(held):
+        held = held[0] if isinstance(held, list) else (held if isinstance(held, dict) else vars(held))["r"]
+    return held
+
+
+READERS = {"list": [k_of], "dict": {"r": k_of}, "namespace": types.SimpleNamespace(r=[k_of])}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_an_object_that_is_read_by_a_function_in_a_container(kind):
+    model = Reading(lambda m, h: h * first_in(m.readers)(m.scale))
+    model.readers = READERS[kind]
+    assert_noticed(model, change_of_k)
 
 
 def test_an_object_that_is_read_in_two_places():
@@ -433,3 +511,65 @@ def test_data_that_an_object_holds_is_not_gone_through():
     before = Items.looked_at
     fn(dict(model.named_parameters()), x, y)
     assert Items.looked_at == before
+
+
+TABLE, CLASSES = {}, {}
+WEAK = weakref.WeakKeyDictionary()
+
+
+class Registered(nn.Module):
+    table = CLASSES
+
+    def __init__(self, read):
+        super().__init__()
+        self.lin, self.read, self.own = nn.Linear(4, 3), read, {}
+
+    def forward(self, x):
+        return self.lin(x) * self.read(self)
+
+    def unused(self):
+        return CLASSES[self]
+
+
+TABLES = {
+    "by module": (lambda m: TABLE.get(m, 1.0), lambda m: TABLE.update({m: 3.0})),
+    "by id": (lambda m: TABLE.get(id(m), 1.0), lambda m: TABLE.update({id(m): 3.0})),
+    "of one inside": (lambda m: TABLE[m.lin], lambda m: TABLE.update({m.lin: 3.0})),
+    "weak": (lambda m: WEAK.get(m, 1.0), lambda m: WEAK.update({m: 3.0})),
+    "its own, by id": (lambda m: m.own.get(id(m), 1.0), lambda m: m.own.update({id(m): 3.0})),
+    "of its class": (lambda m: m.table.get(m, 1.0), lambda m: CLASSES.update({m: 3.0})),
+}
+
+
+@pytest.fixture
+def _empty_tables():
+    yield
+    for table in (TABLE, WEAK, CLASSES):
+        table.clear()
+
+
+@pytest.mark.usefixtures("_empty_tables")
+@pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_of_modules_outside_is_refused(kind, strategy):
+    read, put = TABLES[kind]
+    model = Registered(read)
+    put(model)
+    fn = pexgrad.per_example_grad(model, strategy=strategy)
+    with pytest.raises(pexgrad.TraceError, match="a table with the mod"):
+        fn(dict(model.named_parameters()), torch.randn(5, 4), torch.arange(5) % 3)
+
+
+@pytest.mark.usefixtures("_empty_tables")
+def test_a_table_of_modules_that_is_copied_or_not_read_is_none_of_that():
+    model, others = Registered(lambda m: m.own[m] * TABLE.get(m, 1.0)), nn.Linear(4, 3)
+    model.own[model], TABLE[others], CLASSES[model] = 3.0, 2.0, 2.0
+    names = {m: n for n, m in model.named_modules()}
+    model.lin.register_forward_hook(lambda m, given, h: h * len(names[m]))
+    x, y = torch.randn(5, 4), torch.arange(5) % 3
+    rows = pexgrad.per_example_grad(model)(dict(model.named_parameters()), x, y)
+    want = [
+        torch.autograd.grad(F.cross_entropy(model(x[b : b + 1]), y[b : b + 1]), model.lin.weight)[0]
+        for b in range(5)
+    ]
+    torch.testing.assert_close(rows["lin.weight"], torch.stack(want))

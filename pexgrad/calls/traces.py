@@ -27,6 +27,7 @@ from ..errors import (
 )
 from ..inputs.call import Call
 from ..inputs.generators import States
+from ..inputs.known import refuse_known
 from ..inputs.preserved import preserved
 from ..inputs.reads import forget_names
 from ..inputs.rebind import Bound, refuse_backward_hooks
@@ -145,6 +146,7 @@ class Traces:
 
     def _made(self, call: Call) -> Pipeline:
         forget_names()
+        refuse_known(self._model.model)
         try:
             refuse_remembered(self._model, self._loss.loss, call)
             pipeline, few = build(self._model, self._loss, call)

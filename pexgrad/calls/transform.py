@@ -20,6 +20,7 @@ from ..flat.lower import Lowered, lower_doubting
 from ..flat.lowered_module import with_arguments
 from ..inputs.arguments import Options, Params, check_call, check_functions
 from ..inputs.call import Call
+from ..inputs.known import refuse_known
 from ..inputs.rebind import Bound
 from ..losses.loss import LossFunction
 from ..losses.torch_losses import Loss
@@ -102,6 +103,7 @@ class Transform:
         at = call.at_leaves(attached=o.create_graph)
         with differentiable_kernels(o.create_graph):
             if pipeline is None:
+                refuse_known(self._model.model)
                 refuse_remembered(self._model, self._loss.loss, call)
                 return LOOPS[self._loop](self._model, self._loss, at, o.create_graph)
             try:

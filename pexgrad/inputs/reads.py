@@ -11,11 +11,13 @@ object that code reads, only the attributes that it names count: a trainer's cou
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -78,6 +80,16 @@ def reaches(kind: type, held: Iterable[Any], own: set[int]) -> bool:
             if any(id(v) in own for v in (value, *among)):
                 return True
     return False
+
+
+def read_in_forward(kind: type, held: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """What a module's forward, and functions that it holds, find by name: in closures, among globals and in their class."""
+    names = set[str]()
+    for function in _code_from([getattr(kind, "forward", None), *map(_function, held)], kind):
+        names |= names_in(function)
+        yield from _beside(function)
+    of_class = {n: v for c in reversed(_own_bases(kind)) for n, v in vars(c).items()}
+    yield from ((n, of_class[n]) for n in names & of_class.keys())
 
 
 def names_in_forward(kind: type) -> frozenset[str]:
@@ -145,7 +157,33 @@ def _functions_of(held: Any, names: frozenset[str]) -> list[Any]:
         return [f for v in inside if not isinstance(v, ModuleType) for f in _functions_of(v, names)]
     if isinstance(held, type):
         return _methods(held, names)
-    return [_function(held)]
+    return [*map(_function, parts_of(held))]
+
+
+def parts_of(held: Any) -> Iterator[Any]:
+    """What is in containers and namespaces, at any depth, and what a partial calls and gives on; anything else as it is."""
+    left, seen = [held], set[int]()
+    while left:
+        value = left.pop()
+        inside = _items(value)
+        if inside is None:
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            left += inside
+
+
+def _items(value: Any) -> list[Any] | None:
+    if isinstance(value, FunctionType | str | int | float):  # nearly all that there is
+        return None
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, SimpleNamespace):
+        return [*vars(value).values()]
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        with contextlib.suppress(Exception):  # a class of the user's may refuse to be gone through
+            return [*(value.values() if isinstance(value, dict) else value)] if len(value) <= MANY else []
+    return None
 
 
 def _methods(kind: type, names: frozenset[str]) -> list[FunctionType]:

@@ -73,7 +73,7 @@ def _holds_copied(value: Any, memo: Memo, depth: int = 3) -> bool:
         return True
     if not depth or not isinstance(value, _CONTAINERS) or len(value) > MANY:
         return False
-    inside = value.values() if isinstance(value, dict) else value
+    inside = [*value, *value.values()] if isinstance(value, dict) else value
     return any(_holds_copied(v, memo, depth - 1) for v in inside)
 
 

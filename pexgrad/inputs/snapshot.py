@@ -34,7 +34,15 @@ from .contents import (
     plain_attributes,
 )
 from .held import Held, Place, as_it_is, outline
-from .reads import attribute_names, is_users, is_users_alone, names_in_code, names_in_forward, of_class
+from .reads import (
+    attribute_names,
+    is_users,
+    is_users_alone,
+    names_in_code,
+    names_in_forward,
+    of_class,
+    parts_of,
+)
 
 Names = Callable[[Any], frozenset[str]]  # in the code that may read an object
 
@@ -142,6 +150,7 @@ class Walk:
         self.holders: list[Any] = []  # modules, objects, containers and functions that have been looked into
         self._marks = self.found.references
         self._seen: set[Any] = set(map(id, around))
+        self._reached: dict[Any, frozenset[str]] = {}  # names, by class and the names that code reads it by
         self._tensors: dict[int, int] = {}  # the number of each, in the order in which they were met
 
     def modules(self, root: nn.Module, *, named: bool) -> None:
@@ -248,11 +257,26 @@ class Walk:
         self._marks.append(kind if by_content else value)
         if isinstance(value, FunctionType | MethodType):
             names = _looked_up_once(functools.partial(names_in_code, value))
-        elif isinstance(value, CONTAINERS) and is_users(kind):
-            held, further = attributes_of(value, names(value))
+        elif isinstance(value, functools.partial):  # what it gives to its function
+            names = functools.partial(_either, names, _names_in_functions(value))
+        elif is_users(kind):
+            held, further = self._read_by_methods(value, names(value))
             inside, names = [*inside, *held], functools.partial(_either, names, further)
         self.values(inside, names)
         self._marks.append(_END)
+
+    def _read_by_methods(
+        self, value: Any, own: frozenset[str]
+    ) -> tuple[list[tuple[Any, Any]], frozenset[str]]:
+        """What the methods and properties of a container or of settings read, and the names that are reached through them.
+
+        Settings of one class have the same methods: once is enough.
+        """
+        key = type(value), own
+        if key in self._reached and not isinstance(value, CONTAINERS):
+            return [], self._reached[key]
+        held, self._reached[key] = attributes_of(value, own)
+        return held, self._reached[key]
 
 
 def _looked_up_once(names: Callable[[], frozenset[str]]) -> Names:
@@ -266,11 +290,16 @@ def _names_in(modules: list[nn.Module]) -> frozenset[str]:
     held = [
         f
         for m in modules
-        for of in (vars(m), *(vars(m)[h] for h in HOOKS if vars(m).get(h)))
+        for of in (plain_attributes(m), *(vars(m)[h] for h in HOOKS if vars(m).get(h)))
         for f in of.values()
     ]
-    code = [f for f in held if isinstance(f, FunctionType | MethodType)]
-    return frozenset[str]().union(*map(names_in_forward, set(map(type, modules))), *map(names_in_code, code))
+    return _names_in_functions(held).union(*map(names_in_forward, set(map(type, modules))))
+
+
+def _names_in_functions(held: Any) -> frozenset[str]:
+    """The names in the code of all functions in it."""
+    code = [f for f in parts_of(held) if isinstance(f, FunctionType | MethodType)]
+    return frozenset[str]().union(*map(names_in_code, code))
 
 
 def _either(names: Names, further: frozenset[str], value: Any) -> frozenset[str]:
