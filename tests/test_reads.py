@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 import pexgrad
-from pexgrad.inputs.snapshot import snapshot
+from pexgrad.inputs.walk import snapshot
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -18,7 +18,7 @@ from ..base import modes, nested, trees
 from ..errors import InputError
 from ..inputs.arguments import Params, check_call
 from ..inputs.call import Call
-from ..inputs.snapshot import snapshot
+from ..inputs.walk import snapshot
 from . import compiled
 
 if TYPE_CHECKING:

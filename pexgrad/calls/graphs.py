@@ -14,7 +14,8 @@ from ..inputs.arguments import Options
 from ..inputs.call import Call
 from ..inputs.held import Held, Place
 from ..inputs.preserved import preserved
-from ..inputs.snapshot import Snapshot, snapshot
+from ..inputs.snapshot import Snapshot
+from ..inputs.walk import snapshot
 from ..pipeline import Pipeline
 from .repeats import Repeats
 

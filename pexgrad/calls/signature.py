@@ -12,7 +12,7 @@ from ..base.modes import autocast_dtype, users_modes
 from ..inputs.call import Call
 from ..inputs.contents import ATOMS, exact
 from ..inputs.rebind import global_hooks
-from ..inputs.snapshot import held_by
+from ..inputs.walk import held_by
 
 
 def signature(call: Call) -> Any:

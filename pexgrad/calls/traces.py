@@ -29,7 +29,7 @@ from ..inputs.call import Call
 from ..inputs.generators import States
 from ..inputs.known import refuse_known
 from ..inputs.preserved import preserved
-from ..inputs.reads import forget_names
+from ..inputs.reached import forget_names
 from ..inputs.rebind import Bound, refuse_backward_hooks
 from ..losses.loss import LossFunction
 from ..pipeline import Pipeline, build

@@ -18,9 +18,9 @@ from ..base.still import StandStill
 from ..errors import LossError
 from ..inputs.call import Call
 from ..inputs.contents import plain_attributes
-from ..inputs.reads import reached
+from ..inputs.reached import reached
 from ..inputs.rebind import Bound, rebind, shared, uncached
-from ..inputs.snapshot import walked
+from ..inputs.walk import walked
 
 
 def refuse_remembered(model: Bound, loss: Any, call: Call) -> None:

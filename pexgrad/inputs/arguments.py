@@ -17,7 +17,7 @@ from ..base.numerics import is_inexact
 from ..errors import InputError
 from .call import Call
 from .rebind import Bound
-from .snapshot import snapshot
+from .walk import snapshot
 
 Params = Mapping[str, Tensor]
 

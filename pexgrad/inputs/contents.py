@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .reads import MANY, attribute_names, of_class, of_function, of_object
+from .classes import of_class
+from .reached import MANY
+from .reads import attribute_names, of_function, of_object
 
 # attributes that every module has: what is in them is walked through by itself
 _MACHINERY = frozenset(vars(nn.Module())) - {"training"}

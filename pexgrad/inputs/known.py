@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import TraceError
 from .contents import HOOKS, plain_attributes
-from .reads import MANY, read_in_forward
+from .reached import MANY, read_in_forward
 from .rebind import rebind
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .snapshot import Walk, walked
+from .walk import Walk, walked
 
 _SMALL = 1 << 20  # numbers of a tensor up to which a copy of it is kept: larger ones are weights
 

@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_map
 
 from ..base import trees
 from ..errors import InputError, TraceError
+from .classes import is_users
 from .contents import HOW, plain_attributes
 from .generators import is_generator
-from .reads import is_users, reaches
+from .reached import reaches
 from .rewire import rewire
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import nn
 
+from .classes import functions_of_class
 from .contents import HOOKS, plain_attributes
-from .reads import MANY, functions_of_class
+from .reached import MANY
 
 Memo = dict[int, Any]  # that of `copy.deepcopy`: the identity of what has been copied -> its copy
 

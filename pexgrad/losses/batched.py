@@ -23,7 +23,7 @@ from ..base.still import StandStill
 from ..errors import LossError, MixedExamplesError
 from ..inputs.call import Call
 from ..inputs.preserved import preserved
-from ..inputs.snapshot import snapshot
+from ..inputs.walk import snapshot
 from ..stages.layout import UntoldError
 from ..stages.mixing_by_shape import Mixing
 from .branches import Branch, Branches, Calls, form

@@ -23,7 +23,8 @@ from ..base.numerics import is_inexact
 from ..base.still import StandStill
 from ..inputs.call import Call
 from ..inputs.preserved import preserved
-from ..inputs.snapshot import Snapshot, snapshot
+from ..inputs.snapshot import Snapshot
+from ..inputs.walk import snapshot
 from ..stages.few_examples import shrunk, varied
 from .graph import LossGraph, graph_of
 from .loss import Examples, LossFunction, copied
