@@ -76,22 +76,11 @@ def symbol_of(size: Any) -> Any:
 
 # of one tensor, of whose shape, strides and, if that is a floating one, dtype they are
 _LIKE_THEIR_INPUT = {
-    getattr(aten, name).default
-    for name in (
-        "abs",
-        "clamp",
-        "clone",
-        "cos",
-        "exp",
-        "gelu",
-        "relu",
-        "sigmoid",
-        "silu",
-        "sin",
-        "sqrt",
-        "tanh",
+    op.default for op in (
+        aten.abs, aten.clamp, aten.clone, aten.cos, aten.exp, aten.gelu, aten.relu, aten.sigmoid, aten.silu, aten.sin, aten.sqrt,
+        aten.tanh,
     )
-}
+}  # fmt: skip
 
 
 def _plain(func: Any, args: tuple[Any, ...]) -> Tensor | None:
