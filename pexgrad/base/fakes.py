@@ -120,9 +120,9 @@ class SymbolicMode(FakeTensorMode):
         plain = None if kwargs else _plain(func, args)
         return super().dispatch(func, types, args, kwargs) if plain is None else plain
 
-    def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        cached = func in _IN_MANY_STEPS
-        return (super()._cached_dispatch_impl if cached else self._dispatch_impl)(func, types, args, kwargs)
+    def _cached_dispatch_impl(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        looked_up = func in _IN_MANY_STEPS
+        return (super()._cached_dispatch_impl if looked_up else self._dispatch_impl)(func, *args, **kwargs)
 
 
 def symbolic_mode(kind: type[SymbolicMode] = SymbolicMode) -> tuple[FakeTensorMode, ShapeEnv]:
