@@ -15,7 +15,7 @@ from test_lower import TRANSFORMS, assert_same, mlp, named
 from torch.utils._pytree import tree_leaves
 
 import pexgrad
-from pexgrad.calls import repeats, transforms
+from pexgrad.calls import repeats, transform
 from pexgrad.factors import _base
 from pexgrad.flat import plain
 from pexgrad.losses.loss import LossFunction
@@ -499,7 +499,7 @@ def test_what_fails_in_a_graph_is_answered_without_one(monkeypatch):
     model, params, x, y = mlp()
     fn = pexgrad.per_example_grad(model)
     want = fn(params, x, y)
-    monkeypatch.setattr(transforms, "lower_doubting", None)
+    monkeypatch.setattr(transform, "lower_doubting", None)
     assert all(same_bits(fn(params, x, y), want) for _ in range(3))
     assert not graphs(fn)
 
