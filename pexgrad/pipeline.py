@@ -158,8 +158,9 @@ def _trace_serving(model: Bound, call: Call) -> Trace:
     """A trace that holds at this batch size: the general one, or one through the branches that this size takes."""
     first: TraceError | None = None
     serves_others = False
-    # tracing at a batch size of one would fix what is only true of one
-    for hint in (HINT, *((call.batch,) if call.batch > 1 else (3, 2, call.batch))):
+    # tracing at a batch size of one would fix what is only true of one, and at HINT what a shape of that size is compared with
+    others = (call.batch,) if 1 < call.batch != HINT else (3, 2, call.batch)
+    for hint in dict.fromkeys((HINT, *others)):
         try:
             traced = trace(model, call, hint)
         except TraceError as e:  # there may be room for fewer examples than a trace pretends to see

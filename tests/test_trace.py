@@ -167,6 +167,23 @@ def test_a_batch_of_one_treated_in_another_way_than_larger_ones():
         pexgrad.per_example_grad(model)(named(model), torch.randn(5, 1, 4, 4), labels(5))
 
 
+@pytest.mark.parametrize("size", [2, 5, 13])
+def test_a_batch_that_is_as_large_as_a_shape_is_compared_with(size):
+    """Python compares `(B, 5) == (5,)` number by number, and what one example is told decides."""
+    centre = torch.randn(size)
+
+    def forward(s, x):
+        h = s.a(x)
+        h = h * centre if h.shape != centre.shape else h
+        return s.b(h * 3 if h.shape == (size, size, 7) or len(x) == size else torch.tanh(h))
+
+    model = Net(forward, a=nn.Linear(4, size), b=nn.Linear(size, 5))
+    fn = pexgrad.per_example_grad(model)
+    for b in (size, size + 1, size, 1, 0):
+        check(fn, model, torch.randn(b, 4), labels(b))
+    assert fn.trace_count == 1
+
+
 def test_a_batch_size_made_a_plain_number_is_refused_with_the_line():
     model = Net(lambda s, x: s.lin(x.view(int(x.shape[0]), -1)), lin=nn.Linear(6, 5))
     with pytest.raises(pexgrad.TraceError, match=r"test_trace\.py:\d+\) turns .* plain number"):

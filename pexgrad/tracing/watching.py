@@ -103,10 +103,23 @@ def _noting_branches(
         condition = self.expr
         answer = bool_(self)
         if not running and condition.free_symbols == {batch} and not _is_metadata(sys._getframe(1)):
-            branches.append(condition if answer else sympy.Not(condition))
+            taken = condition if answer else sympy.Not(condition)
+            if not _is_another_number(taken, batch):
+                branches.append(taken)
         return answer
 
     return noted
+
+
+def _is_another_number(condition: sympy.Basic, batch: sympy.Symbol) -> bool:
+    """Whether it says that the batch size is not some number from two on: so it is for a batch of one, whose code counts.
+
+    Code asks for it where it compares shapes of tensors, `(B, 5) == (5,)`, which Python does number by number.
+    """
+    return isinstance(condition, sympy.Ne) and any(
+        other == batch and isinstance(number, sympy.Integer) and int(number) > 1
+        for other, number in (condition.args, condition.args[::-1])
+    )
 
 
 def _without_gradients(mode: torch.inference_mode) -> None:
