@@ -54,7 +54,10 @@ def layer_norm_bias(g: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broa
 def rms_norm_weight(
     g: Tensor, input: Tensor, *, eps: float | None, shape: torch.Size, dtype: torch.dtype
 ) -> Broadcast:
-    return last_dims(g, F.rms_norm(input, shape, eps=eps), shape, dtype)
+    normal = F.rms_norm(input, shape, eps=eps).conj()  # alone among these it takes complex numbers
+    if g.is_complex() and not dtype.is_complex:
+        return last_dims((g * normal).real, None, shape, dtype)
+    return last_dims(g, normal, shape, dtype)
 
 
 @register_rule(aten.group_norm.default, "weight", batch_dim=0)

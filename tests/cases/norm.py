@@ -66,6 +66,15 @@ def rms_norm(b):
 
 
 @case("norm")
+def rms_norm_of_complex_numbers(b):
+    def forward(s, x):
+        h = F.rms_norm(torch.complex(x, x.sin()), (4,), torch.view_as_complex(s.w))
+        return torch.view_as_real(torch.tanh(h) + F.rms_norm(h, (4,), s.r)).flatten(1)
+
+    return Net(forward, w=param(4, 2), r=param(4)), torch.randn(b, 5, 4), None, wave
+
+
+@case("norm")
 def rms_norm_by_hand(b):
     def forward(s, x):
         h = s.lin(x)
