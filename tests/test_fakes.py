@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from pexgrad.base.fakes import HINT, fake_batch, symbolic_mode
 
+aten = torch.ops.aten
+
 OPERATIONS = {
     "fold": ((5, 16), lambda x: x.view(x.shape[0] * 5, 16)),
     "fold and split": ((5, 16), lambda x: x.view(x.shape[0] * 5, 4, 4)),
@@ -21,6 +23,20 @@ OPERATIONS = {
     "copy in another layout": ((3, 4, 5), lambda x: x.clone(memory_format=torch.channels_last)),
     "function": ((3, 4), lambda x: F.gelu(x) + F.silu(x).sigmoid() * x.relu()),
     "bounds": ((3, 4), lambda x: x.clamp(1e-3).sqrt() + x.clamp(max=1).abs()),
+    "rolled": ((5, 4), lambda x: x.roll((1, 2), (1, 2))),
+    "groups": ((6, 4, 5), lambda x: F.group_norm(x, 3, torch.ones(6), torch.ones(6))),
+    "statistics of groups": (
+        (6, 4),
+        lambda x: aten.native_group_norm(x, None, None, x.shape[0], 6, 4, 3, 1e-5)[1],
+    ),
+    "lines": ((5, 4), lambda x: F.layer_norm(x, (4,), torch.ones(4))),
+    "statistics of lines": ((5, 4), lambda x: aten.native_layer_norm(x, [5, 4], None, None, 1e-5)[2]),
+    "lines in half precision": ((5, 4), lambda x: F.layer_norm(x.bfloat16(), (4,))),
+    "channels": ((6, 4, 5), lambda x: F.batch_norm(x, torch.ones(6), torch.ones(6))),
+    "channels that are last": (
+        (6, 4, 5),
+        lambda x: F.batch_norm(x.contiguous(memory_format=torch.channels_last), torch.ones(6), torch.ones(6)),
+    ),
     "function of a transposed": ((3, 4), lambda x: x.transpose(1, 2).tanh()),
     "function of integers": ((3, 4), lambda x: x.long().sin()),
     "function in half precision": ((3, 4), lambda x: x.bfloat16().cos()),

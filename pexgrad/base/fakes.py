@@ -77,20 +77,28 @@ def symbol_of(size: Any) -> Any:
 # of one tensor, of whose shape, strides and, if that is a floating one, dtype they are
 _LIKE_THEIR_INPUT = {
     op.default for op in (
-        aten.abs, aten.clamp, aten.clone, aten.cos, aten.exp, aten.gelu, aten.relu, aten.sigmoid, aten.silu, aten.sin, aten.sqrt,
-        aten.tanh,
+        aten.abs, aten.clamp, aten.clone, aten.cos, aten.exp, aten.gelu, aten.relu, aten.roll, aten.sigmoid, aten.silu, aten.sin,
+        aten.sqrt, aten.tanh,
     )
 }  # fmt: skip
 
 
-def _plain(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+# with statistics of their own
+_NORMALISATION = {
+    aten.native_group_norm.default,
+    aten.native_layer_norm.default,
+    aten._native_batch_norm_legit_no_training.default,
+}
+
+
+def _plain(func: Any, args: tuple[Any, ...]) -> Any:
     """The result of an operation on contiguous numbers whose shape is plain to see; torch gets there in hundreds of steps."""
     if func is aten.addmm.default:
         _, x, w = args
         fits = type(x.shape[1]) is int and x.shape[1] == w.shape[0]
         return x.new_empty((x.shape[0], w.shape[1])) if fits and isinstance(x, FakeTensor) else None
     if func in _LIKE_THEIR_INPUT:
-        x = args[0]  # and bounds that are numbers
+        x = args[0]  # and bounds, or places, that are numbers
         return x.new_empty(x.shape) if _is_plain(x) and x.is_floating_point() else None
     if func in (aten.view.default, aten._unsafe_view.default):
         x, shape = args
@@ -98,31 +106,42 @@ def _plain(func: Any, args: tuple[Any, ...]) -> Tensor | None:
             fits = x.numel() == math.prod(shape)
             torch._check(fits, lambda: f"shape {list(shape)} is invalid for input of size {x.numel()}")
             return x.as_strided(shape, make_contiguous_strides_for(shape))
-    return None
+    return _normalised(func, args) if func in _NORMALISATION else None
 
 
 def _is_plain(x: Tensor) -> bool:
     return isinstance(x, FakeTensor) and x.layout is torch.strided and x.is_contiguous()
 
 
-# whose shapes torch works out in so many steps that to look them up is faster, symbolic sizes and all
-_IN_MANY_STEPS = {
-    aten.native_layer_norm.default,
-    aten._native_batch_norm_legit_no_training.default,
-    aten.roll.default,
-}
+# of which normalisation has sums, and their reciprocals, in the same dtype
+_PRECISE = (torch.float32, torch.float64)
+
+
+def _normalised(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+    """The same for normalisation: what it gives, and two numbers for each group of positions."""
+    x = args[0]
+    if not _is_plain(x) or x.dtype not in _PRECISE:
+        return None
+    if func is aten.native_group_norm.default:
+        each = args[3], args[6]
+    elif func is aten.native_layer_norm.default:
+        along = len(args[1])
+        each = *x.shape[: x.dim() - along], *[1] * along
+    else:
+        each = (0,)
+    return x.new_empty(x.shape), x.new_empty(each), x.new_empty(each)
 
 
 class SymbolicMode(FakeTensorMode):
     """Fake tensors of symbolic sizes: torch's own cache of shapes takes longer for these than most shapes do."""
 
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.cache_enabled = False
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = None if kwargs else _plain(func, args)
         return super().dispatch(func, types, args, kwargs) if plain is None else plain
-
-    def _cached_dispatch_impl(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        looked_up = func in _IN_MANY_STEPS
-        return (super()._cached_dispatch_impl if looked_up else self._dispatch_impl)(func, *args, **kwargs)
 
 
 def symbolic_mode(kind: type[SymbolicMode] = SymbolicMode) -> tuple[FakeTensorMode, ShapeEnv]:
