@@ -128,7 +128,7 @@ def _normalised(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
         along = len(args[1])
         each = *x.shape[: x.dim() - along], *[1] * along
     else:
-        each = (0,)
+        each = (0,)  # none: running statistics are given
     return x.new_empty(x.shape), x.new_empty(each), x.new_empty(each)
 
 

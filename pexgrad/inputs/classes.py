@@ -40,6 +40,11 @@ def own_bases(kind: type) -> list[type]:
     return _own[kind]
 
 
+def own_members(kind: type) -> dict[str, Any]:
+    """What a class has by name in it and its bases, as far as they are the user's."""
+    return {n: v for c in reversed(own_bases(kind)) for n, v in vars(c).items()}
+
+
 def is_module_installed(module: Any) -> bool:
     """Whether a module, or what stands for one in `sys.modules`, is Python's or a library's."""
     name, file = (getattr(module, key, None) or "" for key in ("__name__", "__file__"))
@@ -58,10 +63,9 @@ def of_class(kind: type) -> Reads:
 
 def functions_of_class(kind: type) -> list[tuple[str, FunctionType]]:
     """The methods of a user's class that find something in their closures or defaults, each by its name."""
-    found = {n: f for c in reversed(own_bases(kind)) for n, f in vars(c).items()}
     return [
         (n, f)
-        for n, f in found.items()
+        for n, f in own_members(kind).items()
         if isinstance(f, FunctionType) and (f.__closure__ or f.__defaults__ or f.__kwdefaults__)
     ]
 

@@ -39,6 +39,11 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if k not in _MACHINERY}
 
 
+def hooks_in(module: nn.Module) -> list[Any]:
+    """A module's hooks, of all kinds."""
+    return [hook for kind in HOOKS for hook in (vars(module).get(kind) or {}).values()]
+
+
 def hooks_of(held: dict[str, Any], hooks: str) -> Iterator[tuple[str, Any]]:
     """A module's hooks of one kind, each with how it is called."""
     for key, hook in held[hooks].items():

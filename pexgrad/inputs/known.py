@@ -7,13 +7,15 @@ another one, and then the definition, which runs copies too, has the same wrong 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from ..errors import TraceError
-from .contents import HOOKS, plain_attributes
+from .classes import functions_of_class
+from .contents import hooks_in, plain_attributes
 from .reached import MANY, read_in_forward
 from .rebind import rebind
 
@@ -23,24 +25,30 @@ def refuse_known(model: Any) -> None:
     if not isinstance(model, nn.Module):
         return
     own = {id(m): path for path, m in model.named_modules()}
+    # nearly always nothing, and then no copy is made: beside what its module holds, one may hold methods of the class
+    if not any(True for m in model.modules() for _ in _known(m, own, functions_of_class(type(m)))):
+        return
     for copied in rebind(model, {}).modules():
-        for name, table in _read(copied):
-            for key in _keys(table):
-                known = key if type(key) is int else id(key)
-                if known in own:
-                    what = f"the module at '{own[known]}'" if own[known] else "the model"
-                    raise TraceError(
-                        f"the forward of {type(copied).__name__} reads '{name}', a table with {what} for a key, or its id(): a "
-                        "pure function runs copies of modules, which are not found there. Keep what is looked up as an "
-                        "attribute of the module"
-                    )
+        for name, path in _known(copied, own):
+            what = f"the module at '{path}'" if path else "the model"
+            raise TraceError(
+                f"the forward of {type(copied).__name__} reads '{name}', a table with {what} for a key, or its id(): a pure "
+                "function runs copies of modules, which are not found there. Keep what is looked up as an attribute of the "
+                "module"
+            )
 
 
-def _read(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    own = plain_attributes(module)
-    hooks = [hook for kind in HOOKS for hook in vars(module).get(kind, {}).values()]
-    yield from own.items()
-    yield from read_in_forward(type(module), [*own.values(), *hooks])
+def _known(
+    module: nn.Module, own: dict[int, str], methods: Iterable[tuple[str, FunctionType]] = ()
+) -> Iterator[tuple[str, str]]:
+    """The tables that a module's code reads with one of its own modules for a key: the table's name, the module's path."""
+    held = plain_attributes(module)
+    code = [*held.values(), *hooks_in(module), *(f for _, f in methods)]
+    for name, table in (*held.items(), *read_in_forward(type(module), code)):
+        for key in _keys(table):
+            known = key if type(key) is int else id(key)
+            if known in own:
+                yield name, own[known]
 
 
 def _keys(table: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-from .classes import function_under, is_module_installed, is_unnamed, of_class, own_bases, unnamed
+from .classes import function_under, is_module_installed, is_unnamed, of_class, own_members, unnamed
 from .names import names_in, names_of
 
 MANY = 1000  # items of a container that is looked at as a whole: it is data, and no setting
@@ -69,8 +69,8 @@ def read_in_forward(kind: type, held: Iterable[Any]) -> Iterator[tuple[str, Any]
     for function in code_from([getattr(kind, "forward", None), *map(function_under, held)], kind):
         names |= names_in(function)
         yield from beside(function)
-    of_class = {n: v for c in reversed(own_bases(kind)) for n, v in vars(c).items()}
-    yield from ((n, of_class[n]) for n in names & of_class.keys())
+    members = own_members(kind)
+    yield from ((n, members[n]) for n in names & members.keys())
 
 
 def code_from(held: Iterable[Any], kind: type | None = None) -> Iterator[FunctionType]:

@@ -29,6 +29,7 @@ from .contents import (
     CONTAINERS,
     HOOKS,
     attributes_of,
+    hooks_in,
     hooks_of,
     inside_of,
     interned,
@@ -222,12 +223,7 @@ def _looked_up_once(names: Callable[[], frozenset[str]]) -> Names:
 
 def _names_in(modules: list[nn.Module]) -> frozenset[str]:
     """The names in all code of modules: their forwards, functions that they hold, hooks."""
-    held = [
-        f
-        for m in modules
-        for of in (plain_attributes(m), *(vars(m)[h] for h in HOOKS if vars(m).get(h)))
-        for f in of.values()
-    ]
+    held = [f for m in modules for f in (*plain_attributes(m).values(), *hooks_in(m))]
     return _names_in_functions(held).union(*map(names_in_forward, set(map(type, modules))))
 
 
