@@ -33,7 +33,7 @@ from .stages.flow import analyse
 from .stages.layout import Layout
 from .stages.mixing_by_value import refuse_mixing_in
 from .stages.plan import Use, plan_site
-from .stages.probe import Layouts, first_layouts, probe
+from .stages.probe import Layouts, first_layouts, probe, tracked_layouts
 from .stages.rewrite import rewrite
 from .stages.sites import Operand, Site, find_sites
 from .stages.tap import Program, tap
@@ -142,15 +142,16 @@ def build(model: Bound, loss: LossFunction, call: Call) -> tuple[Pipeline, Call]
     on_paths = dict.fromkeys(
         n for own in paths.values() for path in own for step in path.steps for n in step.nodes
     )
+    told = tracked_layouts(traced, sites)
     program = tap(traced, sites, uses, [*on_paths])
     with StandStill():
-        few, (layouts, out) = _probed(traced, sites, program, call, ways_to_draw(traced.serves, call))
+        few, (layouts, out) = _probed(traced, sites, program, call, told, ways_to_draw(traced.serves, call))
         outputs = Outputs(traced, layouts.outputs, copied)
-        if call.batch > few.batch:
+        if told is None and call.batch > few.batch:
             refuse_mixing_in(Trial(traced, program, call.at_leaves()), layouts.outputs)
         losses = decided(loss, outputs, out, few)
     bound = _bind(traced, sites, uses, program.kept, layouts)
-    same = alike(few, targets=losses.takes_batches())
+    same = alike(few, inputs=told is None, targets=losses.takes_batches())
     return Pipeline(traced, program, bound, windows, paths, losses, same, held), few
 
 
@@ -178,27 +179,29 @@ def _trace_serving(model: Bound, call: Call) -> Trace:
 
 
 def _probed(
-    traced: Trace, sites: list[Site], program: Program, call: Call, ways: Sequence[str]
+    traced: Trace, sites: list[Site], program: Program, call: Call, told: Layouts | None, ways: Sequence[str]
 ) -> tuple[Call, tuple[Layouts, list[Tensor]]]:
     """A few examples that the model takes, made up in one of these ways, and what they tell."""
     made_up, *others = ways
     few = draw(traced.serves, call, made_up)
     try:
-        return few, _layouts(Trial(traced, program, few), sites)
+        return few, _layouts(Trial(traced, program, few), sites, told)
     except (IndexError, RuntimeError) as e:  # numbers that the model does not take
         if isinstance(e, PexgradError):
             raise
     if others:
-        return _probed(traced, sites, program, call, others)
+        return _probed(traced, sites, program, call, told, others)
     # changed parameters may have left the model's domain: a covariance, probabilities
     few = few.at(call.params).at_leaves()
-    return few, _layouts(Trial(traced, program, few), sites)
+    return few, _layouts(Trial(traced, program, few), sites, told)
 
 
-def _layouts(trial: Trial, sites: list[Site]) -> tuple[Layouts, list[Tensor]]:
-    if trial.batch < 2:  # a graph for batches of one: whatever there is belongs to the one example
-        return first_layouts(trial, sites), trial.run().outputs
-    return probe(trial, sites)
+def _layouts(trial: Trial, sites: list[Site], told: Layouts | None) -> tuple[Layouts, list[Tensor]]:
+    if (
+        told is None and trial.batch < 2
+    ):  # a graph for batches of one: whatever there is belongs to the one example
+        told = first_layouts(trial, sites)
+    return probe(trial, sites) if told is None else (told, trial.run().outputs)
 
 
 def _bind(

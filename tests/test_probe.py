@@ -162,6 +162,7 @@ def test_mixing_through_inputs_that_noise_cannot_change(how, kind, verify):
 
 
 def test_full_masks_and_then_padded_ones_are_right_in_a_sound_model():
+    """Of which the graph tells that they do not mix, so that there is nothing to probe anew."""
     model = Net(
         lambda s, x, m: (s.lin(x) * m[..., None]).sum(1) / m.sum(1, keepdim=True), lin=nn.Linear(4, 5)
     )
@@ -169,10 +170,10 @@ def test_full_masks_and_then_padded_ones_are_right_in_a_sound_model():
     fn = pexgrad.per_example_grad(model)
     full = torch.ones(3, 6, dtype=torch.bool)
     padded = torch.arange(6) < torch.tensor([6, 2, 4])[:, None]
-    for mask, traces in ((full, 1), (padded, 2), (full, 2), (padded, 2), (full[:, :1].expand(3, 6), 2)):
+    for mask in (full, padded, full, padded, full[:, :1].expand(3, 6)):
         want = rows_of(model, torch.nn.functional.cross_entropy, (x, mask.contiguous()), y)
         assert_rows_equal(fn(params, (x, mask.contiguous()), y), want)
-        assert fn.trace_count == traces
+        assert fn.trace_count == 1
 
 
 def test_a_special_value_in_the_batch_does_not_hide_mixing():

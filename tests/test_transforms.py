@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
 import torch.nn as nn
@@ -11,6 +13,10 @@ from oracle import assert_rows_equal, copied, live, losses_of, norms_of, rows_of
 from purity import assert_no_fakes, assert_unchanged, snapshot
 
 import pexgrad
+from pexgrad.base.still import StandStill
+from pexgrad.stages.few_examples import REPEATED, draw
+from pexgrad.stages.probe import probe
+from pexgrad.stages.trial import Trial
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -43,6 +49,21 @@ def test_losses_are_those_of_the_loop(case):
     want = losses_of(a.model, a.loss, a.x, a.y)
     torch.testing.assert_close(a.losses, want, rtol=case.tol, atol=case.tol, check_dtype=False)
     assert not a.losses.requires_grad
+
+
+@each(select())
+def test_the_examples_are_where_the_probe_finds_them(case):
+    """Also where the graph has told it, and no probe has run."""
+    a = answer(case)
+    call = a.fn._check(a.params, copied(a.x), copied(a.y))
+    for pipeline in a.fn._traces:
+        few, sites = draw(pipeline.trace.serves, call, REPEATED), [s.site for s in pipeline.sites]
+        if few.batch > 1:
+            with StandStill():
+                found, _ = probe(Trial(pipeline.trace, pipeline.program, few), sites)
+            told = [at for s in pipeline.sites for at in s.layouts]
+            assert found.outputs == pipeline.losses.outputs.layouts
+            assert [*map(astuple, found.edges)] == [*map(astuple, told)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

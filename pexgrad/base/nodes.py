@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from .fakes import expression
 from .memory import storage_of
@@ -55,6 +56,11 @@ def has_batch(size: Any, batch: Any) -> bool:
 def is_size(argument: Any, batch: Any) -> bool:
     """Whether an argument is a number that depends on the batch size."""
     return has_batch(value(argument) if isinstance(argument, fx.Node) else argument, batch)
+
+
+def sizes_in(node: fx.Node, batch: Any) -> bool:
+    """Whether an operation is given a number that depends on the batch size."""
+    return any(is_size(a, batch) for a in pytree.tree_leaves((node.args, node.kwargs)))
 
 
 def batch_dims(val: Any, batch: Any) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..base import trees
 from ..base.fakes import TRACING, Guards, fake_batch, quiet, symbol_of, symbolic_len, symbolic_mode
-from ..stages.leading import lead
+from ..stages.layout import Layout
 from ..stages.mixing_by_shape import Mixing, first_mixing
+from ..stages.tracked import tracked
 from .outputs import Outputs
 
 # for which what the recording took for granted has to hold
@@ -45,7 +46,8 @@ class LossGraph:
 
     def is_by_example(self) -> bool:
         """Whether examples stay in their order, whatever the numbers are."""
-        return lead(self.graph, self.given, self._outputs, self.batch)
+        places = tracked(self.graph, self.given, self.batch)
+        return all(places.get(n) == Layout() for n in self._outputs)
 
 
 def graph_of(losses: OfBatch, outputs: Outputs, tensors: Sequence[Tensor], y: Any) -> LossGraph | None:

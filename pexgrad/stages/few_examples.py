@@ -68,14 +68,20 @@ def _order(call: Call) -> list[int]:
     return first + [b for b in range(call.batch) if b not in first]
 
 
-def _compared(call: Call, targets: bool = True) -> list[Tensor]:
+def _compared(call: Call) -> list[Tensor]:
     """The tensors that noise cannot change, of whose role the examples themselves must tell."""
-    return [t for t in call.inputs() if not is_inexact(t)] + (call.targets() if targets else [])
+    return [*filter(_is_fixed, call.inputs()), *call.targets()]
 
 
-def alike(call: Call, targets: bool) -> tuple[int, ...]:
-    """Of the compared tensors, those of which all examples are the same; with or without the targets."""
-    return tuple(i for i, t in enumerate(_compared(call, targets)) if _is_alike(t))
+def _is_fixed(t: Tensor) -> bool:
+    return not is_inexact(t)
+
+
+def alike(call: Call, *, inputs: bool, targets: bool) -> tuple[int, ...]:
+    """Of the compared tensors, those of which all examples are the same; with or without the inputs and the targets."""
+    first_target = sum(map(_is_fixed, call.inputs()))
+    asked = [targets if i >= first_target else inputs for i in range(len(_compared(call)))]
+    return tuple(i for i, t in enumerate(_compared(call)) if asked[i] and _is_alike(t))
 
 
 def still_alike(call: Call, which: Sequence[int]) -> bool:
@@ -93,7 +99,7 @@ def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
 
 
 # random numbers after which they begin again: a prime, so that they stand elsewhere in the next line of a matrix
-_PERIOD = 1_000_003
+_PERIOD = 65_537
 
 
 def normal_like(t: Tensor, generator: torch.Generator) -> Tensor:

@@ -41,7 +41,7 @@ from ..base.nodes import (
     value,
     written_memory,
 )
-from .along import SCANS, WINDOWS, given_dims, names
+from .along import SCANS, SLICES, WINDOWS, dims_of, names
 
 aten = torch.ops.aten
 
@@ -61,8 +61,6 @@ _COUNTS = names("""
 """)
 # operands of which every place of the result looks at the whole, or at the whole of the last dimension
 _SEARCHED = {"isin": "test_elements", "searchsorted": "sorted_sequence", "bucketize": "boundaries"}
-# slices of a value are each brought to a size
-_SLICES = names("renorm group_norm native_group_norm layer_norm native_layer_norm rms_norm")
 # operands that are places, and not numbers that go into the result
 _PLACES = names("indices index offsets repeats")
 
@@ -139,13 +137,13 @@ def _goes_along(node: fx.Node, batch: Any) -> bool:
         return _is_searched(name, named.get(_SEARCHED[name]), batch)
     if name == "einsum":
         return _is_contracted(named, batch)
-    if name not in SCANS | _SOME | _SLICES:
+    if name not in SCANS | _SOME | SLICES:
         return False
     along = value(named["self"] if "self" in named else named["input"])
     indices = nodes_in(named.get("indices", named.get("index")))
     if name in _AT and any(batch_dims(value(n), batch) for n in indices):
         return False
-    return not _dims(name, named, along.dim()).isdisjoint(batch_dims(along, batch))
+    return not dims_of(name, named, along.dim()).isdisjoint(batch_dims(along, batch))
 
 
 def _is_searched(name: str, operand: Any, batch: Any) -> bool:
@@ -182,23 +180,6 @@ def _windows(name: str, named: dict[str, Any], node: fx.Node) -> list[Any] | Non
         return [int(a == b) for a, b in zip(old, new, strict=True)]
     sizes = named.get("kernel_size", [0])  # an adaptive one has the whole
     return sizes * n if len(sizes) == 1 else sizes
-
-
-def _dims(name: str, named: dict[str, Any], rank: int) -> set[int]:
-    """The dimensions of a value that an operation goes along, counted from the front."""
-    if name in ("triu", "tril"):
-        return {rank - 2, rank - 1}
-    if name == "renorm":
-        return set(range(rank)) - {named["dim"] % rank}
-    if name in ("group_norm", "native_group_norm"):
-        return set(range(1, rank))
-    if name in ("layer_norm", "native_layer_norm", "rms_norm"):
-        return set(range(rank - len(named["normalized_shape"]), rank))
-    if name == "diagonal_scatter":
-        return {named["dim1"] % rank, named["dim2"] % rank}
-    if name == "index_put":
-        return {i for i, n in enumerate(named["indices"]) if n is not None}
-    return given_dims(named, rank)
 
 
 def _is_part_of_table(node: fx.Node, batch: Any) -> bool:

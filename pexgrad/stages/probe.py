@@ -1,8 +1,8 @@
 """Stage 6, once per trace: do the examples mix, and where is the batch in each activation?
 
-The program runs on a few examples. Changing all others must not change an example's output; the gradient of one
-example's output must reach only that example's part of an activation. The second is exactly what makes a rule's
-row exact, and tells the outer part of a fold from the inner one.
+Where the operations do not tell (`tracked.py`) the program runs on a few examples. Changing all others must not change an
+example's output; the gradient of one example's output must reach only that example's part of an activation. The second is
+exactly what makes a rule's row exact, and tells the outer part of a fold from the inner one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, fx
 
 from ..base.compare import largest_error
-from ..base.nodes import batch_dims, value, where
+from ..base.nodes import batch_dims, returned, value, where
 from ..errors import MixedExamplesError, TraceError, first_line
+from ..tracing.trace import Trace
 from .few_examples import normal_like
 from .layout import Anywhere, Layout, Untold, candidates
 from .mixing_by_value import mixed
 from .sites import Site
 from .tap import Forward
+from .tracked import tracked
 from .trial import Others, Trial
 
 
@@ -29,6 +31,15 @@ class Layouts:
 
     outputs: list[Layout | None]
     edges: list[Layout]
+
+
+def tracked_layouts(trace: Trace, sites: list[Site]) -> Layouts | None:
+    """Every layout, where the graph itself tells all of them and that the examples stay apart; before it is tapped."""
+    places = tracked(trace.graph, trace.inputs, trace.batch, drawing=True)
+    outputs = [places.get(n) for n in returned(trace.graph)]
+    edges = [at for _, out in _activations(sites) if (at := places.get(out)) is not None]
+    is_whole = None not in outputs and len(edges) == len(_activations(sites))
+    return Layouts(outputs, edges) if is_whole else None
 
 
 def probe(trial: Trial, sites: list[Site]) -> tuple[Layouts, list[Tensor]]:
