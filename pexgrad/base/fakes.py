@@ -163,9 +163,16 @@ class SymbolicMode(FakeTensorMode):
         return super().dispatch(func, types, args, kwargs) if plain is None else plain
 
 
+class _Sizes(ShapeEnv):
+    """Symbolic sizes that do not note where in the code they come from, for which torch would load all of `torch.export`."""
+
+    def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> Any:
+        return super()._get_stack_summary(is_debug, framework_loc or "a trace")
+
+
 def symbolic_mode(kind: type[SymbolicMode] = SymbolicMode) -> tuple[FakeTensorMode, ShapeEnv]:
     """A mode in which sizes may be symbolic, 0 and 1 among what they may be, and equal ones are one symbol; and their guards."""
-    env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
+    env = _Sizes(duck_shape=True, specialize_zero_one=False)
     return kind(shape_env=env, allow_non_fake_inputs=True), env
 
 
