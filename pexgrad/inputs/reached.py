@@ -54,13 +54,9 @@ def reached(held: Iterable[Any], kind: type | None = None) -> frozenset[str]:
 
 def reaches(kind: type, held: Iterable[Any], own: set[int]) -> bool:
     """Whether the methods of a module's class, or functions that it holds, find any of these objects among their globals."""
-    for function in code_from([*(f for _, f in of_class(kind)), *map(function_under, held)]):
-        for _, value in _among_globals(function):
-            inside = value.values() if isinstance(value, dict) else value
-            among = inside if isinstance(value, dict | list | tuple) and len(value) <= MANY else ()
-            if any(id(v) in own for v in (value, *among)):
-                return True
-    return False
+    functions = code_from([*(f for _, f in of_class(kind)), *map(function_under, held)])
+    found = (value for f in functions for _, value in _among_globals(f))
+    return any(id(part) in own for value in found for part in parts_of(value))
 
 
 def read_in_forward(kind: type, held: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -111,29 +107,29 @@ def _functions_of(held: Any, names: frozenset[str]) -> list[Any]:
 
 
 def parts_of(held: Any) -> Iterator[Any]:
-    """What is in containers and namespaces, at any depth, and what a partial calls and gives on; anything else as it is."""
+    """A value and, at any depth, what is in it: the items of containers and namespaces, what a partial calls and passes on."""
     left, seen = [held], set[int]()
     while left:
         value = left.pop()
+        yield value
         inside = _items(value)
-        if inside is None:
-            yield value
-        elif id(value) not in seen:
+        if inside and id(value) not in seen:
             seen.add(id(value))
             left += inside
 
 
-def _items(value: Any) -> list[Any] | None:
+def _items(value: Any) -> list[Any]:
     if isinstance(value, FunctionType | str | int | float):  # nearly all that there is
-        return None
+        return []
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, SimpleNamespace):
         return [*vars(value).values()]
     if isinstance(value, dict | list | tuple | set | frozenset | deque):
         with contextlib.suppress(Exception):  # a class of the user's may refuse to be gone through
-            return [*(value.values() if isinstance(value, dict) else value)] if len(value) <= MANY else []
-    return None
+            if len(value) <= MANY:
+                return [*value, *value.values()] if isinstance(value, dict) else [*value]
+    return []
 
 
 _MAKES = ("__init__", "__new__", "__post_init__")
