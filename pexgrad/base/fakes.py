@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._prims_common import make_contiguous_strides_for
+from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -106,11 +106,20 @@ def _plain(func: Any, args: tuple[Any, ...]) -> Any:
             fits = x.numel() == math.prod(shape)
             torch._check(fits, lambda: f"shape {list(shape)} is invalid for input of size {x.numel()}")
             return x.as_strided(shape, make_contiguous_strides_for(shape))
+    if func is aten.constant_pad_nd.default:
+        return _padded(*args[:2]) if isinstance(args[0], FakeTensor) else None
     return _normalised(func, args) if func in _NORMALISATION else None
 
 
 def _is_plain(x: Tensor) -> bool:
     return isinstance(x, FakeTensor) and x.layout is torch.strided and x.is_contiguous()
+
+
+def _padded(x: Tensor, padding: Sequence[int]) -> Tensor:
+    """In a flat graph, torch's own way fixes the batch size."""
+    pairs = list(zip(padding[::2], padding[1::2], strict=True))  # (before, after), the last dimension first
+    grown = [n + sum(pairs[i]) if i < len(pairs) else n for i, n in enumerate(reversed(x.shape))]
+    return x.new_empty(grown[::-1]).contiguous(memory_format=suggest_memory_format(x))
 
 
 # of which normalisation has sums, and their reciprocals, in the same dtype
@@ -144,10 +153,10 @@ class SymbolicMode(FakeTensorMode):
         return super().dispatch(func, types, args, kwargs) if plain is None else plain
 
 
-def symbolic_mode(kind: type[SymbolicMode] = SymbolicMode) -> tuple[FakeTensorMode, ShapeEnv]:
+def symbolic_mode() -> tuple[FakeTensorMode, ShapeEnv]:
     """A mode in which sizes may be symbolic, 0 and 1 among what they may be, and equal ones are one symbol; and their guards."""
     env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
-    return kind(shape_env=env, allow_non_fake_inputs=True), env
+    return SymbolicMode(shape_env=env, allow_non_fake_inputs=True), env
 
 
 @dataclass(frozen=True, eq=False)

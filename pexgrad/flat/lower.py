@@ -31,7 +31,6 @@ from ..base.doubts import noting_doubts
 from ..base.fakes import (
     HINT,
     Guards,
-    SymbolicMode,
     computes_metadata,
     expression,
     fake,
@@ -147,7 +146,7 @@ class _Recording:
 
     def made(self, *, symbolic: bool, doubting: bool = False) -> Lowered:
         """The graph, for a symbolic batch size or for that of the call; `doubting`: with what says where not to trust it."""
-        mode, env = symbolic_mode(_Fakes)
+        mode, env = symbolic_mode()
         fakes = self._fakes(mode, symbolic)
         batch = fakes[-1].shape[0]
         symbol = expression(batch) if symbolic else None  # read now: the recording may fix it
@@ -236,22 +235,6 @@ def _guards(env: ShapeEnv, batch: sympy.Symbol) -> Iterator[sympy.Basic]:
             yield guard.expr
     if batch in env.replacements:
         yield sympy.Eq(batch, env.replacements[batch])
-
-
-class _Fakes(SymbolicMode):
-    """Fake tensors whose padding keeps a symbolic batch size: torch's own fixes it."""
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.constant_pad_nd.default:
-            x, padding = args[0], args[1]
-            return x.new_empty(_padded(x.shape, padding))
-        return super().dispatch(func, types, args, kwargs)
-
-
-def _padded(shape: Sequence[Any], padding: Sequence[int]) -> list[Any]:
-    pairs = list(zip(padding[::2], padding[1::2], strict=True))  # (before, after), the last dimension first
-    grown = [n + sum(pairs[i]) if i < len(pairs) else n for i, n in enumerate(reversed(shape))]
-    return grown[::-1]
 
 
 def _batchwise(conv_rule: str) -> str:
