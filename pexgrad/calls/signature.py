@@ -11,7 +11,7 @@ from ..base import trees
 from ..base.modes import autocast_dtype, users_modes
 from ..inputs.call import Call
 from ..inputs.contents import ATOMS, exact
-from ..inputs.rebind import global_hooks
+from ..inputs.hooks import global_hooks
 from ..inputs.walk import held_by
 
 

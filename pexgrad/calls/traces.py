@@ -27,10 +27,11 @@ from ..errors import (
 )
 from ..inputs.call import Call
 from ..inputs.generators import States
+from ..inputs.hooks import refuse_backward_hooks
 from ..inputs.known import refuse_known
 from ..inputs.preserved import preserved
 from ..inputs.reached import forget_names
-from ..inputs.rebind import Bound, refuse_backward_hooks
+from ..inputs.rebind import Bound
 from ..losses.loss import LossFunction
 from ..pipeline import Pipeline, build
 from ..stages.few_examples import REPEATED, draw

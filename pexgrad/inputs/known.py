@@ -15,7 +15,8 @@ from torch import nn
 
 from ..errors import TraceError
 from .classes import functions_of_class
-from .contents import hooks_in, plain_attributes
+from .contents import plain_attributes
+from .hooks import hooks_in
 from .reached import MANY, read_in_forward
 from .rebind import rebind
 

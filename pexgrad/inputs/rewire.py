@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from .classes import functions_of_class
-from .contents import HOOKS, plain_attributes
+from .contents import plain_attributes
+from .hooks import HOOKS
 from .reached import parts_of
 
 Memo = dict[int, Any]  # that of `copy.deepcopy`: the identity of what has been copied -> its copy

@@ -27,15 +27,13 @@ from .contents import (
     ATOMS,
     BY_CONTENT,
     CONTAINERS,
-    HOOKS,
     attributes_of,
-    hooks_in,
-    hooks_of,
     inside_of,
     interned,
     numbers_in,
     plain_attributes,
 )
+from .hooks import HOOKS, hooks_in, hooks_of
 from .reached import names_in_code, names_in_forward, parts_of
 from .reads import attribute_names
 from .snapshot import END, Snapshot
