@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from ..base.fakes import TRACING
-from ..flat.lower import Answer, Lowered, lower
+from ..flat.lower import Answer, lower
+from ..flat.lowered import Lowered
 from ..inputs.arguments import Options
 from ..inputs.call import Call
 from ..inputs.held import Held, Place

@@ -16,7 +16,8 @@ from ..base.still import StandStill
 from ..definition.remembered import refuse_remembered
 from ..definition.strategies import LOOPS
 from ..errors import InputError, TraceError
-from ..flat.lower import Lowered, lower_doubting
+from ..flat.lower import lower_doubting
+from ..flat.lowered import Lowered
 from ..flat.lowered_module import with_arguments
 from ..inputs.arguments import Options, Params, check_call, check_functions
 from ..inputs.call import Call

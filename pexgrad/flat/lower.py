@@ -40,7 +40,7 @@ from ..base.fakes import (
     symbolic_mode,
 )
 from ..base.modes import differentiable_kernels, uncompiled
-from ..base.nodes import operation
+from ..base.nodes import where
 from ..base.still import StandStill
 from ..errors import TraceError, VerificationError, first_line
 from ..inputs.arguments import Options
@@ -50,50 +50,13 @@ from ..stages.strides import copy_what_is_read_by_strides
 from ..tracing.backward import BACKWARD
 from ..tracing.numbers import noting_numbers
 from ..tracing.opaque import is_opaque
+from .lowered import Lowered
 from .portable import make_portable, reshape_views, without_checks
 
 aten = torch.ops.aten
 
 # what a transform returns, from the Jacobian of the whole batch and further (B, ...) tensors
 Answer = Callable[..., Any]
-
-
-_LARGEST = 1 << 12  # a graph that serves this batch size is taken to serve all larger ones
-
-
-@dataclass(frozen=True, eq=False)
-class Lowered:
-    """The flat graph: parameters, buffers, input tensors and target tensors in, the result's tensors out."""
-
-    module: fx.GraphModule
-    spec: pytree.TreeSpec  # of the result
-    batch: int | Guards  # the one size that it is for, or what holds for those that it is for
-    reads_numbers: bool  # whether Python code took numbers out of constants
-    doubts: bool  # whether its last result says that the others are not to be trusted for these values
-
-    def serves(self, batch: int) -> bool:
-        """Whether the graph is right for this batch size."""
-        if isinstance(self.batch, int):
-            return batch == self.batch
-        return self.batch.hold(batch)
-
-    def sizes(self, batch: int) -> tuple[int, int | None]:
-        """The smallest and the largest batch size, around `batch`, that the graph serves; None: there is no largest."""
-        if isinstance(self.batch, int):
-            return self.batch, self.batch
-        low, high = batch, batch
-        while low > 0 and self.serves(low - 1):
-            low -= 1
-        while high < _LARGEST and self.serves(high + 1):
-            high += 1
-        return low, None if high == _LARGEST else high
-
-    def run(self, values: Sequence[Tensor]) -> Any:
-        """The result for these values; None where the graph is not to be trusted for them."""
-        results = self.module.forward(*values)
-        if self.doubts and results.pop():
-            return None
-        return pytree.tree_unflatten(results, self.spec)
 
 
 def lower_doubting(pipeline: Pipeline, call: Call, options: Options, answer: Answer) -> Lowered:
@@ -118,7 +81,7 @@ def lower(
     # some operations' shape functions take no symbolic size
     with quiet(), contextlib.suppress(TraceError):
         lowered = recording.made(symbolic=True)
-        lowered = recording.takes_none(lowered)
+        lowered = recording.tried_on_no_examples(lowered)
     if lowered is None or not lowered.serves(call.batch):
         lowered = recording.made(symbolic=False)
     if options.verify:
@@ -187,8 +150,8 @@ class _Recording:
             ),
         ]
 
-    def takes_none(self, lowered: Lowered) -> Lowered:
-        """The same; for one example at least where it fails on none, as no guard says that an operation takes no empty tensor."""
+    def tried_on_no_examples(self, lowered: Lowered) -> Lowered:
+        """The same graph, for at least one example if it fails on an empty batch: no guard says that an operation refuses one."""
         if not isinstance(lowered.batch, Guards) or not lowered.serves(0):
             return lowered
         try:
@@ -275,7 +238,6 @@ def _refuse_stop_gradients(pipeline: Pipeline) -> None:
     for node in pipeline.program.module.graph.nodes:
         if node.target in (aten.detach.default, torch._C._set_grad_enabled) or is_opaque(node):
             raise TraceError(
-                f"the model stops or changes gradients ({operation(node)} at {node.meta.get('source', '')}), which a flat "
-                "graph keeps for the rows but not for derivatives of the rows; leave create_graph off, or differentiate the "
-                "function itself with torch.autograd.grad"
+                f"the model stops or changes gradients ({where(node)}), which a flat graph keeps for the rows but not for "
+                "derivatives of the rows; leave create_graph off, or differentiate the function itself with torch.autograd.grad"
             )
