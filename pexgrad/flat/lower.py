@@ -25,7 +25,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from ..base import trees
 from ..base.compare import agree_nearby, largest_error
 from ..base.doubts import noting_doubts
 from ..base.fakes import (
@@ -33,7 +32,6 @@ from ..base.fakes import (
     Guards,
     computes_metadata,
     expression,
-    fake,
     fake_batch,
     quiet,
     symbolic_len,
@@ -116,7 +114,7 @@ class _Recording:
         found: dict[str, Any] = {}
 
         def run(*flat: Tensor) -> list[Tensor]:
-            jacobian = self.pipeline.jacobian(_unflat(flat, self.call, batch), self.options)
+            jacobian = self.pipeline.jacobian(self.call.around(flat, batch), self.options)
             further = flat[len(flat) - len(self.further) :]
             with noting_doubts(doubts) if doubting else contextlib.nullcontext():
                 leaves, found["spec"] = pytree.tree_flatten(self.answer(jacobian, *further))
@@ -140,15 +138,9 @@ class _Recording:
         return Lowered(module, found["spec"], served, bool(numbers), bool(doubts))
 
     def _fakes(self, mode: FakeTensorMode, symbolic: bool) -> list[Tensor]:
-        call = self.call
-        return [
-            *(fake(mode, p).requires_grad_(k in call.trainable) for k, p in call.params.items()),
-            *(fake(mode, b) for b in call.buffers),
-            *(
-                fake_batch(mode, t, HINT if symbolic else t.shape[0], fixed=not symbolic)
-                for t in (*call.inputs(), *call.targets(), *self.further)
-            ),
-        ]
+        tensors = (*self.call.inputs(), *self.call.targets(), *self.further)
+        batches = (fake_batch(mode, t, HINT if symbolic else t.shape[0], fixed=not symbolic) for t in tensors)
+        return [*self.call.fakes(mode), *batches]
 
     def tried_on_no_examples(self, lowered: Lowered) -> Lowered:
         """The same graph, for at least one example if it fails on an empty batch: no guard says that an operation refuses one."""
@@ -203,16 +195,6 @@ def _guards(env: ShapeEnv, batch: sympy.Symbol) -> Iterator[sympy.Basic]:
 def _batchwise(conv_rule: str) -> str:
     """A convolution rule that works on the whole batch at once, whatever its size."""
     return "unfold" if conv_rule in ("auto", "measure", "loop") else conv_rule
-
-
-def _unflat(flat: Sequence[Tensor], call: Call, batch: Any) -> Call:
-    """The call with these tensors, in the order of `Call.flat`, in the place of its own."""
-    left = iter(flat)
-    params = {k: next(left) for k in call.params}
-    buffers = [next(left) for _ in call.buffers]
-    # positional and keyword arguments as one tuple: the pipeline reads nothing but the tensors in it
-    x, y = (trees.map_tensors(lambda _: next(left), tree) for tree in (trees.as_call(call.x), call.y))
-    return replace(call, params=params, buffers=buffers, x=x, y=y, batch=batch)
 
 
 def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
