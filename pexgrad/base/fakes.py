@@ -1,6 +1,6 @@
 """Fake tensors for tracing: shapes without numbers, in which the batch size may be symbolic.
 
-What both recordings of a graph share: that of the model (`trace.py`) and that of a whole call (`lower.py`).
+What all recordings of graphs share: those of a model, a loss, an opaque function and a whole call.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: not getat
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's notes, in this thread, on shapes that do not fit: the error says so, or there is another way."""
+    """Without torch's log of shapes that do not fit, in this thread: the error says so, or there is another way."""
     _hushed.depth = getattr(_hushed, "depth", 0) + 1
     try:
         yield
@@ -74,7 +74,7 @@ def symbol_of(size: Any) -> Any:
     return symbol
 
 
-# of one tensor, of whose shape, strides and, if that is a floating one, dtype they are
+# operations on one tensor whose result has its shape, its strides and, for floating-point numbers, its dtype
 _LIKE_THEIR_INPUT = {
     op.default for op in (
         aten.abs, aten.clamp, aten.clone, aten.cos, aten.exp, aten.gelu, aten.relu, aten.roll, aten.sigmoid, aten.silu, aten.sin,
@@ -83,7 +83,7 @@ _LIKE_THEIR_INPUT = {
 }  # fmt: skip
 
 
-# with statistics of their own
+# these return statistics too
 _NORMALISATION = {
     aten.native_group_norm.default,
     aten.native_layer_norm.default,
@@ -92,13 +92,13 @@ _NORMALISATION = {
 
 
 def _plain(func: Any, args: tuple[Any, ...]) -> Any:
-    """The result of an operation on contiguous numbers whose shape is plain to see; torch gets there in hundreds of steps."""
+    """The fake result of an operation whose shape is plain to see, else None; torch's own functions take hundreds of steps."""
     if func is aten.addmm.default:
         _, x, w = args
         fits = type(x.shape[1]) is int and x.shape[1] == w.shape[0]
         return x.new_empty((x.shape[0], w.shape[1])) if fits and isinstance(x, FakeTensor) else None
     if func in _LIKE_THEIR_INPUT:
-        x = args[0]  # and bounds, or places, that are numbers
+        x = args[0]  # what follows are numbers, such as bounds
         return x.new_empty(x.shape) if _is_plain(x) and x.is_floating_point() else None
     if func in (aten.view.default, aten._unsafe_view.default):
         x, shape = args
@@ -122,12 +122,12 @@ def _padded(x: Tensor, padding: Sequence[int]) -> Tensor:
     return x.new_empty(grown[::-1]).contiguous(memory_format=suggest_memory_format(x))
 
 
-# of which normalisation has sums, and their reciprocals, in the same dtype
+# dtypes that normalisation also has its statistics in
 _PRECISE = (torch.float32, torch.float64)
 
 
 def _normalised(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-    """The same for normalisation: what it gives, and two numbers for each group of positions."""
+    """The same for normalisation: the result, and the mean and 1 / std of each group of positions."""
     x = args[0]
     if not _is_plain(x) or x.dtype not in _PRECISE:
         return None
@@ -142,7 +142,7 @@ def _normalised(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
 
 
 class SymbolicMode(FakeTensorMode):
-    """Fake tensors of symbolic sizes: torch's own cache of shapes takes longer for these than most shapes do."""
+    """Fake tensors of symbolic sizes, without torch's cache of shapes: to look one up takes longer than to work most out."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -154,7 +154,7 @@ class SymbolicMode(FakeTensorMode):
 
 
 def symbolic_mode() -> tuple[FakeTensorMode, ShapeEnv]:
-    """A mode in which sizes may be symbolic, 0 and 1 among what they may be, and equal ones are one symbol; and their guards."""
+    """A mode of symbolic sizes, which may be 0 or 1 and share a symbol where they are equal; and its guards."""
     env = ShapeEnv(duck_shape=True, specialize_zero_one=False)
     return SymbolicMode(shape_env=env, allow_non_fake_inputs=True), env
 

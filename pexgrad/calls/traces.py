@@ -88,7 +88,7 @@ class Traces:
             return pipeline
 
     def or_none(self, call: Call) -> Pipeline | None:
-        """The same; None for one example where only larger batches have a trace: the definition costs no more for one."""
+        """The same; None for a single example where only larger batches have a trace: the definition costs no more there."""
         if call.batch == 1 and self._untraced and signature(call) in self._untraced:
             return None
         try:

@@ -58,7 +58,7 @@ Answer = Callable[..., Any]
 
 
 def lower_doubting(pipeline: Pipeline, call: Call, options: Options, answer: Answer) -> Lowered:
-    """The graph of a call for its batch size, unverified, with the same bits; it says where these are not to be trusted."""
+    """The graph of a call for its batch size, unverified, with the same bits; its last result says when not to trust them."""
     _refuse_readings(pipeline)
     return _Recording(pipeline, call, options, answer, ()).made(symbolic=False, doubting=True)
 
@@ -106,7 +106,7 @@ class _Recording:
     further: Sequence[Tensor]
 
     def made(self, *, symbolic: bool, doubting: bool = False) -> Lowered:
-        """The graph, for a symbolic batch size or for that of the call; `doubting`: with what says where not to trust it."""
+        """The graph, for a symbolic batch size or that of the call; with `doubting` its last result says when not to trust it."""
         mode, env = symbolic_mode()
         fakes = self._fakes(mode, symbolic)
         batch = fakes[-1].shape[0]

@@ -69,7 +69,7 @@ class Call:
     # --- elsewhere ----------------------------------------------------------------------------------
 
     def moved(self, part: float = 0.0) -> Call:
-        """The same with every number of the trainable parameters changed by a part of it, two roundings at least, up or down."""
+        """The same with each number of the trainable parameters made larger or smaller by this part, two roundings at least."""
 
         def other(p: Tensor) -> Tensor:
             return moved(p.detach(), max(part, 2 * torch.finfo(p.dtype).eps)).requires_grad_()
@@ -146,7 +146,7 @@ class Call:
 
 
 def example_numbers(entries: list[Tensor], batch: Any = 0, device: Any = None) -> Tensor:
-    """(B,) of the dtype that a number for each example has, given the entries it is made of: real and at least float32."""
+    """(B,), not initialised, of the dtype of numbers that are computed from these entries: real, and at least float32."""
     dtype = torch.float32
     for p in entries:
         dtype = torch.promote_types(dtype, p.dtype.to_real())

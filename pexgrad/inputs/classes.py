@@ -23,13 +23,13 @@ _APART = frozenset({
 
 
 def is_users(kind: type) -> bool:
-    """Whether a class is of the user's own program, as one is that was defined at a prompt."""
+    """Whether a class belongs to the user's own program; one that was defined at a prompt does."""
     module = sys.modules.get(kind.__module__)
     return module is None or not is_module_installed(module)
 
 
 def is_users_alone(kind: type) -> bool:
-    """Whether all code of a class is, so that its objects hold nothing that cannot be seen."""
+    """Whether all code of a class is the user's, bases included, so that its objects hold nothing that cannot be seen."""
     return len(own_bases(kind)) == len(kind.__mro__) - 1
 
 

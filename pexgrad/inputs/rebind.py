@@ -28,9 +28,9 @@ from .rewire import rewire
 
 
 def shared(value: Any, depth: int = 3) -> Iterator[Any]:
-    """In plain attributes: generators, which go on, and tensors: caches, constants, what old-style weight norm leaves behind.
+    """What a plain attribute holds that a copy shares: generators, which go on, and tensors, such as caches and constants.
 
-    And those of a module that is none of the model's, a teacher in a list say.
+    And the tensors of a module that is not one of the model's, such as a teacher in a list.
     """
     if isinstance(value, Tensor | torch.Generator) or is_generator(value):
         yield value
@@ -152,7 +152,7 @@ class Bound:
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Without the weights that `parametrize.cached()` keeps: it takes those of a module's copies for the module's own."""
+    """Without the cache of `parametrize.cached()`, which would take the weights of a module's copy for the module's own."""
     before = parametrize._cache
     if not parametrize._cache_enabled:
         yield

@@ -66,7 +66,7 @@ def held_by(value: Any) -> list[Any]:
 
 
 def walked(model: Callable[..., Any], around: Iterable[nn.Module] = ()) -> Walk:
-    """The walk through a module, a function or any other callable; `around` modules that it meets, and not through them."""
+    """The walk through a module, a function or any other callable; it does not enter the modules in `around`."""
     walk = Walk(around)
     if isinstance(model, nn.Module):
         walk.modules(model, named=True)
