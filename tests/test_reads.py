@@ -137,6 +137,15 @@ def in_a_default():
     return f, lambda: setattr(f, "__defaults__", (3.0,))
 
 
+def in_a_keyword_default():
+    """In code without a single name."""
+
+    def f(p, x, *, scales=[1.0]):  # noqa: B006
+        return x @ p["w"] * scales[0]
+
+    return f, lambda: f.__kwdefaults__["scales"].__setitem__(0, 3.0)
+
+
 def of_a_module():
     """The usual way to make a function of a module: its flags and what it holds count too."""
     net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.LeakyReLU(0.1))
@@ -153,6 +162,7 @@ def of_a_frozen_module():
 FUNCTIONS = {
     "cell": in_a_cell,
     "default": in_a_default,
+    "keyword default": in_a_keyword_default,
     "namespace": of_a_namespace,
     "slots": of_slots,
     "property": of_a_property,

@@ -63,11 +63,12 @@ def of_class(kind: type) -> Reads:
 
 def functions_of_class(kind: type) -> list[tuple[str, FunctionType]]:
     """The methods of a user's class that find something in their closures or defaults, each by its name."""
-    return [
-        (n, f)
-        for n, f in own_members(kind).items()
-        if isinstance(f, FunctionType) and (f.__closure__ or f.__defaults__ or f.__kwdefaults__)
-    ]
+    return [(n, f) for n, f in own_members(kind).items() if isinstance(f, FunctionType) and holds_values(f)]
+
+
+def holds_values(function: FunctionType) -> bool:
+    """Whether a function has anything in its closure or in its default arguments."""
+    return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
 
 
 def function_under(held: Any) -> Any:

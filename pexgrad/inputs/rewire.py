@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from .classes import functions_of_class
+from .classes import functions_of_class, holds_values
 from .contents import plain_attributes
 from .hooks import HOOKS
 from .reached import parts_of
@@ -69,7 +69,7 @@ def _partial(n: int, names: tuple[str, ...], func: Any, *values: Any) -> Any:
 
 
 def _rebuilt(f: FunctionType, memo: Memo) -> FunctionType:
-    if not (f.__closure__ or f.__defaults__ or f.__kwdefaults__):
+    if not holds_values(f):
         return f
     closure = tuple(CellType() for _ in f.__closure__ or ())
     new = FunctionType(f.__code__, f.__globals__, f.__name__, None, closure)
