@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -84,11 +85,12 @@ def code_from(held: Iterable[Any], kind: type | None = None) -> Iterator[Functio
 
 
 def beside(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What the user's function finds in its closure and among its globals, by name."""
+    """What the user's function finds in its closure, among its globals and in modules that it imports, by name."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
             yield name, cell.cell_contents
     yield from _among_globals(function)
+    yield from ((n, sys.modules[n]) for n in sorted(names_of(function).imported) if n in sys.modules)
 
 
 def _among_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ functions, and all that these hold and read, at any depth. What it goes by:
     names.py      the names that a function's bytecode loads
     reached.py    the code of the user's that a function reaches by these, and all names in it
     reads.py      what names stand for: cells of a closure, defaults, globals, methods, the attributes that code names
+    hooks.py      the hooks of modules
     contents.py   what is inside any other object, if anything that counts is, and what cannot change
     held.py       a tensor as it was, and whether it has changed since
     snapshot.py   what was found, to be compared with what another walk finds
