@@ -19,8 +19,7 @@ from torch import Tensor, fx
 from ..base.doubts import answers, may_ask
 from ..base.fakes import is_recorded
 from ..base.numerics import accumulable, square, squared_norms, sum_of
-from ..factors import BLOCK_BYTES, Factor, Outer, Rows, cancels
-from ..factors._base import slices
+from ..factors import BLOCK_BYTES, Factor, Outer, Rows, cancels, slices
 from .paths import Path
 from .pullback import Window, is_linear, jvp, vjp, vjp_rows
 
