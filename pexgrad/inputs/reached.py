@@ -60,14 +60,12 @@ def reaches(kind: type, held: Iterable[Any], own: set[int]) -> bool:
     return any(id(part) in own for value in found for part in parts_of(value))
 
 
-def read_in_forward(kind: type, held: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """What a module's forward, and functions that it holds, find by name: in closures, among globals and in their class."""
-    names = set[str]()
-    for function in code_from([getattr(kind, "forward", None), *map(function_under, held)], kind):
-        names |= names_in(function)
-        yield from beside(function)
-    members = own_members(kind)
-    yield from ((n, members[n]) for n in names & members.keys())
+def read_in_forward(kind: type, held: Iterable[Any]) -> tuple[frozenset[str], list[tuple[str, Any]]]:
+    """The names in a module's forward and in functions that it holds, and what they find: beside these and in their class."""
+    functions = [*code_from([getattr(kind, "forward", None), *map(function_under, held)], kind)]
+    names, members = frozenset[str]().union(*map(names_in, functions)), own_members(kind)
+    found = [item for f in functions for item in beside(f)]
+    return names, found + [(n, members[n]) for n in sorted(names & members.keys())]
 
 
 def code_from(held: Iterable[Any], kind: type | None = None) -> Iterator[FunctionType]:
