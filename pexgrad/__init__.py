@@ -19,17 +19,17 @@ from .errors import PexgradError as PexgradError
 from .errors import TraceError as TraceError
 from .errors import VerificationError as VerificationError
 from .inputs.arguments import Options as Options
-from .measures import ImportanceSample as ImportanceSample
 from .measures import NoiseScale as NoiseScale
 from .measures import dataset_moments as dataset_moments
 from .measures import fisher_diagonal as fisher_diagonal
 from .measures import grand_scores as grand_scores
-from .measures import importance_sample as importance_sample
 from .measures import noise_scale as noise_scale
 from .measures import tracin as tracin
 from .noise import add_noise as add_noise
 from .operator.jacobian import Jacobian as Jacobian
 from .operator.jacobian import Moments as Moments
 from .projection import project as project
+from .sampling import ImportanceSample as ImportanceSample
+from .sampling import importance_sample as importance_sample
 
 __version__ = "0.1.0"

@@ -81,6 +81,9 @@ def norms(rows: Rows, *, per_param: bool = False) -> Tensor | dict[str, Tensor]:
 
     >>> norms(grads).shape
     torch.Size([5])
+
+    Raises:
+        InputError: where there are no rows to take one norm of.
     """
     squares = {k: squared_norms(r) for k, r in nested.flatten(rows).items()}
     if per_param:
@@ -95,7 +98,7 @@ def dot(rows: Rows, other: Rows) -> Tensor:
     (torch.Size([5]), torch.Size([5]))
 
     Raises:
-        InputError: where names or shapes do not fit.
+        InputError: where names or shapes do not fit, or there are no rows.
     """
     parts, other = {}, nested.flatten(other)
     for k, r in nested.flatten(rows).items():

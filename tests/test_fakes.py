@@ -37,6 +37,13 @@ OPERATIONS = {
         (6, 4, 5),
         lambda x: F.batch_norm(x.contiguous(memory_format=torch.channels_last), torch.ones(6), torch.ones(6)),
     ),
+    "padded": ((3, 4), lambda x: F.pad(x, (1, 2, 0, 0, -1, 3))),
+    "padded along the batch": ((4,), lambda x: F.pad(x, (0, 0, 2, 0), value=1.0)),
+    "padded in another layout": (
+        (6, 4, 5),
+        lambda x: F.pad(x.contiguous(memory_format=torch.channels_last), (1, -1, 2, 2)),
+    ),
+    "padded after it was transposed": ((3, 4), lambda x: F.pad(x.transpose(1, 2), (1, 2))),
     "function of a transposed": ((3, 4), lambda x: x.transpose(1, 2).tanh()),
     "function of integers": ((3, 4), lambda x: x.long().sin()),
     "function in half precision": ((3, 4), lambda x: x.bfloat16().cos()),

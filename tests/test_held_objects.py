@@ -514,6 +514,26 @@ def test_data_that_an_object_holds_is_not_gone_through():
 
 
 TABLE, CLASSES = {}, {}
+INSIDE, NAMESPACE, EXTERNAL = (
+    {"scales": TABLE},
+    types.SimpleNamespace(scales=TABLE),
+    types.ModuleType("external"),
+)
+EXTERNAL.scales = TABLE
+
+
+class Registry:
+    def __init__(self):
+        self.scales, self.unread = TABLE, CLASSES
+
+    def scale(self, module):
+        return self.scales.get(module, 1.0)
+
+    def everywhere(self, module):
+        return TABLE.get(module, 1.0)
+
+
+REGISTRY = Registry()
 WEAK = weakref.WeakKeyDictionary()
 
 
@@ -535,6 +555,12 @@ TABLES = {
     "by module": (lambda m: TABLE.get(m, 1.0), lambda m: TABLE.update({m: 3.0})),
     "by id": (lambda m: TABLE.get(id(m), 1.0), lambda m: TABLE.update({id(m): 3.0})),
     "of one inside": (lambda m: TABLE[m.lin], lambda m: TABLE.update({m.lin: 3.0})),
+    "in another": (lambda m: INSIDE["scales"].get(m, 1.0), lambda m: TABLE.update({m: 3.0})),
+    "in a namespace": (lambda m: NAMESPACE.scales.get(m, 1.0), lambda m: TABLE.update({m: 3.0})),
+    "of a Python module": (lambda m: EXTERNAL.scales.get(m, 1.0), lambda m: TABLE.update({m: 3.0})),
+    "of an object": (lambda m: REGISTRY.scales.get(m, 1.0), lambda m: TABLE.update({m: 3.0})),
+    "by a method": (lambda m: REGISTRY.scale(m), lambda m: TABLE.update({m: 3.0})),
+    "by a method that reads a global": (lambda m: REGISTRY.everywhere(m), lambda m: TABLE.update({m: 3.0})),
     "weak": (lambda m: WEAK.get(m, 1.0), lambda m: WEAK.update({m: 3.0})),
     "its own, by id": (lambda m: m.own.get(id(m), 1.0), lambda m: m.own.update({id(m): 3.0})),
     "of its class": (lambda m: m.table.get(m, 1.0), lambda m: CLASSES.update({m: 3.0})),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import dataclasses
 import functools
+import sys
 import types
 
 import pytest
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 SCALE, SETTINGS, TENSOR, ACTIVATION = 1.0, {"scale": [1.0]}, torch.ones(3), F.relu
 EXTERNAL = types.ModuleType("external")
-EXTERNAL.scale, EXTERNAL.steps = 1.0, 0
+EXTERNAL.scale, EXTERNAL.steps, EXTERNAL.factor = 1.0, 0, lambda: EXTERNAL.scale
 
 
 class Namespace:
@@ -137,6 +138,33 @@ def in_a_default():
     return f, lambda: setattr(f, "__defaults__", (3.0,))
 
 
+def in_a_keyword_default():
+    """In code without a single name."""
+
+    def f(p, x, *, scales=[1.0]):  # noqa: B006
+        return x @ p["w"] * scales[0]
+
+    return f, lambda: f.__kwdefaults__["scales"].__setitem__(0, 3.0)
+
+
+def of_an_import(p, x):
+    import external
+
+    return x @ p["w"] * external.scale
+
+
+def of_a_name_that_is_imported(p, x):
+    from external import scale
+
+    return x @ p["w"] * scale
+
+
+def of_a_function_that_is_imported(p, x):
+    from external import factor
+
+    return x @ p["w"] * factor()
+
+
 def of_a_module():
     """The usual way to make a function of a module: its flags and what it holds count too."""
     net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.LeakyReLU(0.1))
@@ -153,6 +181,10 @@ def of_a_frozen_module():
 FUNCTIONS = {
     "cell": in_a_cell,
     "default": in_a_default,
+    "keyword default": in_a_keyword_default,
+    "import": lambda: (of_an_import, lambda: setattr(EXTERNAL, "scale", 3.0)),
+    "imported name": lambda: (of_a_name_that_is_imported, lambda: setattr(EXTERNAL, "scale", 3.0)),
+    "imported function": lambda: (of_a_function_that_is_imported, lambda: setattr(EXTERNAL, "scale", 3.0)),
     "namespace": of_a_namespace,
     "slots": of_slots,
     "property": of_a_property,
@@ -188,6 +220,7 @@ def restored(monkeypatch):
         monkeypatch.setitem(globals(), name, value)
     monkeypatch.setattr(Namespace, "scale", 1.0)
     monkeypatch.setattr(EXTERNAL, "scale", 1.0)
+    monkeypatch.setitem(sys.modules, "external", EXTERNAL)
     monkeypatch.setitem(globals(), "TRAINER", Trainer())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import torch
@@ -84,6 +85,21 @@ def by_a_global(model):
     of_class(model, lambda self, x: self.head(EVERYWHERE["first"](x).tanh()))
 
 
+def by_a_global_in_a_global(model):
+    EVERYWHERE["layers"] = {"by name": types.SimpleNamespace(first=model.first)}
+    of_class(model, lambda self, x: self.head(EVERYWHERE["layers"]["by name"].first(x).tanh()))
+
+
+def by_a_namespace(model):
+    layers = types.SimpleNamespace(first=model.first)
+    of_class(model, lambda self, x: self.head(layers.first(x).tanh()))
+
+
+def by_a_list_of_partials(model):
+    calls = [functools.partial(lambda layer, x: layer(x), model.first)]
+    of_class(model, lambda self, x: self.head(calls[0](x).tanh()))
+
+
 def by_a_function_of_functions(model):
     def inner(x):
         return model.first(x)
@@ -96,7 +112,7 @@ def by_a_function_of_functions(model):
 
 WAYS = [
     by_a_decorator, by_autocast, by_a_partial, by_a_list, by_a_dict, by_a_bound_call, by_a_default, by_a_global,
-    by_a_function_of_functions,
+    by_a_global_in_a_global, by_a_namespace, by_a_list_of_partials, by_a_function_of_functions,
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from pexgrad.base.compare import is_finite, largest_error, moved
 from pexgrad.calls import traces
 from pexgrad.definition import verify
 from pexgrad.factors import Rows
-from pexgrad.flat import lower
+from pexgrad.flat.lowered import Lowered
 
 NAME = "0.weight"
 
@@ -82,8 +82,8 @@ def test_a_branch_in_the_flat_graph(monkeypatch, part, points, refused):
         results = real(lowered, flat)
         return {k: r * (1 + part) for k, r in results.items()} if len(calls) <= points else results
 
-    real = lower.Lowered.run
-    monkeypatch.setattr(lower.Lowered, "run", run)
+    real = Lowered.run
+    monkeypatch.setattr(Lowered, "run", run)
     if refused:
         with pytest.raises(pexgrad.VerificationError, match="the flat graph of this call differs"):
             fn.lower(params, x, y)

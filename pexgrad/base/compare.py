@@ -16,7 +16,7 @@ DOUBLE, SINGLE, TF32, HALF = 1e-7, 5e-3, 3e-2, 0.1
 
 
 def tolerance(t: Tensor, half: bool = False) -> float:
-    """The largest relative error that is rounding in numbers like `t`; `half`: some on the way to them were in half precision."""
+    """The largest relative error that counts as rounding for `t`; with `half`, intermediate values were in half precision."""
     if half or is_half(t.dtype) or torch.is_autocast_enabled(t.device.type):
         return HALF
     if t.dtype.to_real() == torch.float64:
@@ -31,9 +31,9 @@ _BRANCHES, _NEARBY = 0.3, (0.01, 0.02)
 
 
 def agree_nearby(error: float, agree: Callable[[float], bool]) -> bool:
-    """Whether an error is small enough for a branch, and gone at parameters that are moved by a small part of themselves.
+    """Whether an error is small enough to come from a branch, and vanishes where parameters are changed slightly.
 
-    `agree(part)` says whether the results agree there.
+    `agree(part)` says whether the results agree at parameters that are changed by that part of themselves.
     """
     return error <= _BRANCHES and any(map(agree, _NEARBY))
 
@@ -84,7 +84,7 @@ def largest_error(
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether all numbers of `x` are finite: where their sum is, they are; else each is looked at, as sums may overflow."""
+    """Whether all numbers of `x` are finite. A finite sum proves it; else each is looked at, since a sum may overflow."""
     return all(bool(p.sum().isfinite()) or bool(p.isfinite().all()) for p in _pieces(x))
 
 

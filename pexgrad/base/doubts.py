@@ -1,7 +1,8 @@
-"""Whether numbers are such that a quick way to a result is not to be trusted, asked once for all of a call.
+"""Doubts: tensors () that say whether a fast formula is too inaccurate for the numbers at hand, all of them read at once.
 
-Where numbers are there, they are looked at. A graph has none while it is recorded: its recorder may note what is to be asked, and
-whoever runs the graph calls the code itself where the answer is yes. Where nobody asks, there has to be another way.
+In an ordinary call the numbers are there and are looked at. While a graph is recorded there are none: its recorder may collect
+the doubts (`noting_doubts`), and whoever runs the graph makes the ordinary call instead where one of them is true. Where nobody
+collects them, `may_ask` is false, and the code has to take a way that is always accurate.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _noted: ContextVar[list[Tensor] | None] = ContextVar("noted", default=None)
 
 @contextlib.contextmanager
 def noting_doubts(noted: list[Tensor]) -> Iterator[None]:
-    """What is asked while a graph is recorded is appended to `noted`, for whoever runs it."""
+    """Append the doubts of a recording to `noted`, for whoever runs the graph."""
     token = _noted.set(noted)
     try:
         yield
@@ -29,14 +30,14 @@ def noting_doubts(noted: list[Tensor]) -> Iterator[None]:
 
 
 def may_ask(t: Tensor) -> bool:
-    """Whether questions about numbers like these have an answer, now or when a graph is run."""
+    """Whether doubts about such a tensor have an answer, now or when the recorded graph runs."""
     if is_recorded(t):
         return _noted.get() is not None
     return t.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def answers(doubts: Sequence[Tensor]) -> list[bool]:
-    """What each of these, (), says, with one synchronisation for all; no, while they are noted."""
+    """What each doubt () says, with one synchronisation for all; False while they are collected."""
     if not doubts:
         return []
     if is_recorded(doubts[0]):

@@ -1,6 +1,6 @@
 """Fake tensors for tracing: shapes without numbers, in which the batch size may be symbolic.
 
-What both recordings of a graph share: that of the model (`trace.py`) and that of a whole call (`lower.py`).
+What all recordings of graphs share: those of a model, a loss, an opaque function and a whole call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._prims_common import make_contiguous_strides_for
+from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
@@ -55,7 +55,7 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: not getat
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's notes, in this thread, on shapes that do not fit: the error says so, or there is another way."""
+    """Without torch's log of shapes that do not fit, in this thread: the error says so, or there is another way."""
     _hushed.depth = getattr(_hushed, "depth", 0) + 1
     try:
         yield
@@ -79,7 +79,7 @@ def symbol_of(size: Any) -> Any:
     return symbol
 
 
-# of one tensor, of whose shape, strides and, if that is a floating one, dtype they are
+# operations on one tensor whose result has its shape, its strides and, for floating-point numbers, its dtype
 _LIKE_THEIR_INPUT = {
     op.default for op in (
         aten.abs, aten.clamp, aten.clone, aten.cos, aten.exp, aten.gelu, aten.relu, aten.roll, aten.sigmoid, aten.silu, aten.sin,
@@ -88,7 +88,7 @@ _LIKE_THEIR_INPUT = {
 }  # fmt: skip
 
 
-# with statistics of their own
+# these return statistics too
 _NORMALISATION = {
     aten.native_group_norm.default,
     aten.native_layer_norm.default,
@@ -97,13 +97,13 @@ _NORMALISATION = {
 
 
 def _plain(func: Any, args: tuple[Any, ...]) -> Any:
-    """The result of an operation on contiguous numbers whose shape is plain to see; torch gets there in hundreds of steps."""
+    """The fake result of an operation whose shape is plain to see, else None; torch's own functions take hundreds of steps."""
     if func is aten.addmm.default:
         _, x, w = args
         fits = type(x.shape[1]) is int and x.shape[1] == w.shape[0]
         return _new(x, (x.shape[0], w.shape[1])) if fits and isinstance(x, FakeTensor) else None
     if func in _LIKE_THEIR_INPUT:
-        x = args[0]  # and bounds, or places, that are numbers
+        x = args[0]  # what follows are numbers, such as bounds
         return _new(x, x.shape) if _is_plain(x) and x.is_floating_point() else None
     if func in (aten.view.default, aten._unsafe_view.default):
         x, shape = args
@@ -111,6 +111,8 @@ def _plain(func: Any, args: tuple[Any, ...]) -> Any:
             fits = x.numel() == math.prod(shape)
             torch._check(fits, lambda: f"shape {list(shape)} is invalid for input of size {x.numel()}")
             return _seen_as(x, shape)
+    if func is aten.constant_pad_nd.default:
+        return _padded(*args[:2]) if isinstance(args[0], FakeTensor) else None
     return _normalised(func, args) if func in _NORMALISATION else None
 
 
@@ -132,12 +134,19 @@ def _is_plain(x: Tensor) -> bool:
     return isinstance(x, FakeTensor) and x.layout is torch.strided and x.is_contiguous()
 
 
-# of which normalisation has sums, and their reciprocals, in the same dtype
+def _padded(x: Tensor, padding: Sequence[int]) -> Tensor:
+    """In a flat graph, torch's own way fixes the batch size."""
+    pairs = list(zip(padding[::2], padding[1::2], strict=True))  # (before, after), the last dimension first
+    grown = [n + sum(pairs[i]) if i < len(pairs) else n for i, n in enumerate(reversed(x.shape))]
+    return x.new_empty(grown[::-1]).contiguous(memory_format=suggest_memory_format(x))
+
+
+# dtypes that normalisation also has its statistics in
 _PRECISE = (torch.float32, torch.float64)
 
 
 def _normalised(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-    """The same for normalisation: what it gives, and two numbers for each group of positions."""
+    """The same for normalisation: the result, and the mean and 1 / std of each group of positions."""
     x = args[0]
     if not _is_plain(x) or x.dtype not in _PRECISE:
         return None
@@ -152,7 +161,7 @@ def _normalised(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
 
 
 class SymbolicMode(FakeTensorMode):
-    """Fake tensors of symbolic sizes: torch's own cache of shapes takes longer for these than most shapes do."""
+    """Fake tensors of symbolic sizes, without torch's cache of shapes: to look one up takes longer than to work most out."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -170,10 +179,10 @@ class _Sizes(ShapeEnv):
         return super()._get_stack_summary(is_debug, framework_loc or "a trace")
 
 
-def symbolic_mode(kind: type[SymbolicMode] = SymbolicMode) -> tuple[FakeTensorMode, ShapeEnv]:
-    """A mode in which sizes may be symbolic, 0 and 1 among what they may be, and equal ones are one symbol; and their guards."""
+def symbolic_mode() -> tuple[FakeTensorMode, ShapeEnv]:
+    """A mode of symbolic sizes, which may be 0 or 1 and share a symbol where they are equal; and its guards."""
     env = _Sizes(duck_shape=True, specialize_zero_one=False)
-    return kind(shape_env=env, allow_non_fake_inputs=True), env
+    return SymbolicMode(shape_env=env, allow_non_fake_inputs=True), env
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 
 
 def history(t: Tensor, until: Iterable[Any] = ()) -> Iterator[Any]:
-    """The nodes of autograd that lie behind a value, as far as those of `until`."""
+    """The autograd nodes that lie behind a value, back to those of `until`."""
     seen: set[Any] = {None, *until}
     left: list[Any] = [t.grad_fn]
     while left:
@@ -22,12 +22,12 @@ def history(t: Tensor, until: Iterable[Any] = ()) -> Iterator[Any]:
 
 
 def is_through_custom(t: Tensor, until: Iterable[Any] = ()) -> bool:
-    """Whether a custom `autograd.Function` lies behind a value, as far as the nodes of `until`: its backward may do anything."""
+    """Whether a custom `autograd.Function`, whose backward may do anything, lies behind a value, back to the nodes of `until`."""
     return any(isinstance(node, BackwardCFunction) for node in history(t, until))
 
 
 def read_from(t: Tensor, params: dict[str, Tensor], until: Iterable[Any] = ()) -> list[str]:
-    """The names of the parameters that a value has been computed from, as far as the nodes of `until`."""
+    """The names of the parameters that a value has been computed from, back to the nodes of `until`."""
     names = {id(p): k for k, p in params.items()}
     found = {id(getattr(node, "variable", None)) for node in history(t, until)}
     return sorted(names[i] for i in found & names.keys())

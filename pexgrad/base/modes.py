@@ -71,7 +71,7 @@ _validates = ContextVar("_validates", default=False)
 
 @contextlib.contextmanager
 def unvalidated() -> Iterator[None]:
-    """Without the checks of `torch.distributions` that are on by default: they read numbers, of which a trace has none."""
+    """Without the checks of `torch.distributions`, which are on by default: they read numbers, and a trace has none."""
     token = _validates.set(torch.distributions.Distribution._validate_args)
     try:
         with mock.patch.object(torch.distributions.Distribution, "_validate_args", False):
@@ -81,7 +81,7 @@ def unvalidated() -> Iterator[None]:
 
 
 def validated() -> AbstractContextManager[Any]:
-    """With the checks that `unvalidated` turns off, within it, for code that has numbers."""
+    """Inside `unvalidated`, with these checks again, for code that has numbers."""
     return mock.patch.object(torch.distributions.Distribution, "_validate_args", _validates.get())
 
 

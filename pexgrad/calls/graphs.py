@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from ..base.fakes import TRACING
-from ..flat.lower import Answer, Lowered, lower
+from ..flat.lower import Answer, lower
+from ..flat.lowered import Lowered
 from ..inputs.arguments import Options
 from ..inputs.call import Call
 from ..inputs.held import Held, Place
@@ -21,7 +22,7 @@ from .repeats import Repeats
 
 
 class Graphs:
-    """Flat graphs by pipeline, and those of `Repeats`: for as long as the user's functions in `written_in` stay as they are."""
+    """Flat graphs by pipeline, and those of `Repeats`, kept as long as the user's functions in `written_in` do not change."""
 
     def __init__(self, written_in: Sequence[Callable[..., Any]]):
         self.repeats = Repeats()

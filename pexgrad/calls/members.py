@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from ..base import modes, nested, trees
 from ..errors import InputError, TraceError
-from ..flat.lower import Lowered
+from ..flat.lowered import Lowered
 from ..flat.stacked import is_random, run_stacked
 from ..flat.stacking import Stacked
 from ..inputs.arguments import Options, check_call

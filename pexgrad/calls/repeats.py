@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from ..base import trees
 from ..base.fakes import TRACING
 from ..base.modes import without_autocast
-from ..flat.lower import Lowered
+from ..flat.lowered import Lowered
 from ..flat.plain import is_plain, is_plain_loss
 from ..flat.running import without_autograd, writing_rows
 from ..inputs.arguments import Options

@@ -11,7 +11,7 @@ from ..base import trees
 from ..base.modes import autocast_dtype, users_modes
 from ..inputs.call import Call
 from ..inputs.contents import ATOMS, exact
-from ..inputs.rebind import global_hooks
+from ..inputs.hooks import global_hooks
 from ..inputs.walk import held_by
 
 
@@ -32,14 +32,14 @@ def signature(call: Call) -> Any:
 
 
 def identified(call: Call) -> list[Any]:
-    """The objects that a signature knows by identity, to be kept alive as long as it is: another one may have that then."""
+    """The objects that a signature knows by identity, to be kept alive with it: otherwise a new one might have the same."""
     leaves = trees.flatten((trees.as_call(call.x), call.y))[0]
     beside = [v for v in leaves if not _is_plain(v)]
     return [*call.module.references, *(held for v in (*beside, *_around()) for held in held_by(v))]
 
 
 def _around() -> list[Any]:
-    """What of the user's runs beside the model: hooks of all modules, and modes of torch's functions, each new one like it."""
+    """What of the user's runs around the model: hooks for all modules, and modes, known by their class and their attributes."""
     return [*global_hooks(), *((type(mode), vars(mode)) for mode in users_modes())]
 
 

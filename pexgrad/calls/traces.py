@@ -27,10 +27,11 @@ from ..errors import (
 )
 from ..inputs.call import Call
 from ..inputs.generators import States
+from ..inputs.hooks import refuse_backward_hooks
 from ..inputs.known import refuse_known
 from ..inputs.preserved import preserved
 from ..inputs.reached import forget_names
-from ..inputs.rebind import Bound, refuse_backward_hooks
+from ..inputs.rebind import Bound
 from ..losses.loss import LossFunction
 from ..pipeline import Pipeline, build
 from ..stages.few_examples import REPEATED, draw
@@ -87,7 +88,7 @@ class Traces:
             return pipeline
 
     def or_none(self, call: Call) -> Pipeline | None:
-        """The same; None for one example where only larger batches have a trace: the definition costs no more for one."""
+        """The same; None for a single example where only larger batches have a trace: the definition costs no more there."""
         if call.batch == 1 and self._untraced and signature(call) in self._untraced:
             return None
         try:

@@ -16,7 +16,8 @@ from ..base.still import StandStill
 from ..definition.remembered import refuse_remembered
 from ..definition.strategies import LOOPS
 from ..errors import InputError, TraceError
-from ..flat.lower import Lowered, lower_doubting
+from ..flat.lower import lower_doubting
+from ..flat.lowered import Lowered
 from ..flat.lowered_module import with_arguments
 from ..inputs.arguments import Options, Params, check_call, check_functions
 from ..inputs.call import Call
@@ -46,7 +47,7 @@ _MADE_ANEW = ("_traces", "_graphs", "_by_structure", "_handle")
 
 
 class Transform:
-    """A function of parameters and a batch. Each kind says what it makes of the batch's Jacobian, and of what parts that is."""
+    """A function of parameters and a batch. Each kind says what it computes from the batch's Jacobian, and its parts."""
 
     __call__: Callable[..., Any]
 
@@ -81,7 +82,7 @@ class Transform:
         call.check_mask(mask)
 
     def _parts(self) -> tuple[Part, ...]:
-        """What the result is made of, which compiled code has to know before there is one; nothing, where it is an operator."""
+        """The parts of the result, which compiled code has to know in advance; none where the result is an operator."""
         return ()
 
     def _of_parts(self, *parts: Any) -> Any:
@@ -232,7 +233,7 @@ class Transform:
             return self._by_structure[paths]
 
     def _by_name(self, params: Params) -> tuple[Self, Params, Callable[[Any], Any]]:
-        """The transform of a flat dict, that dict, and what makes of a result one that is nested as the parameters are."""
+        """The transform of flat parameters, these parameters, and a function that nests results as the given ones are nested."""
         if not nested.is_nested(params):
             return self, params, lambda result: result
         paths = nested.structure(params)

@@ -3,6 +3,7 @@
 from ._base import BLOCK_BYTES as BLOCK_BYTES
 from ._base import PIECE_BYTES as PIECE_BYTES
 from ._base import Factor as Factor
+from ._base import slices as slices
 from .balance import cancels as cancels
 from .broadcast import Broadcast as Broadcast
 from .broadcast import repeats_as_positions as repeats_as_positions

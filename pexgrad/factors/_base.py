@@ -129,13 +129,13 @@ class Factor(ABC):
             yield s, self.take(s).rows()
 
     def widened(self) -> Self:
-        """The same, with rows of half precision in float32: before anything is added up they might overflow."""
+        """The same, with rows of half precision in float32, as they might overflow before they are added up."""
         if not self.tensors or not is_half(self.dtype):
             return self
         return replace(self.mapped(accumulable), dtype=torch.float32)  # pyright: ignore[reportArgumentType]
 
     def settled(self) -> Factor:
-        """The same in less memory, where it costs no more to have that at once."""
+        """The same in less memory, where making it so takes no further work."""
         return self
 
     def balanced(self) -> Self:
@@ -143,7 +143,7 @@ class Factor(ABC):
         return self
 
     def for_products(self) -> Self:
-        """The same rows, from tensors of which inner products may be taken: in float64 where nobody can ask if these cancel."""
+        """The same rows, from tensors fit for inner products: in float64 where nobody can ask whether these cancel."""
         held = self.held()
         if held and not may_ask(held[0]):
             wide = self.mapped(lambda v: in_range(v) if is_inexact(v) else v)
@@ -173,7 +173,7 @@ class Factor(ABC):
         return self.norm_algorithm() == GRAM
 
     def squares_of_parts(self, sq: Tensor) -> Tensor:
-        """(b,): the squared norms, added up, of the parts of a row that its products are sums over; `sq` is that of the whole."""
+        """(b,): the sum of the squared norms of the parts that a row is the sum of; `sq` are the squared norms of whole rows."""
         return sq
 
     def weighted_sum(self, weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What inner products are taken of: both sides of a product of like size, so that squares of them stay in range where its own do.
+"""Both sides of a product brought to like size, so that their squares stay in range wherever those of the product do.
 
 The norm of g (x) x is |g| |x|, and inner products of sums of such products are sums of <g, g'> <x, x'>. With x near 1e10 and
 g near 1e-25, |g|^2 is 0 in float32 and the norm with it, though it is 1e-15; with x near 1e20 and g = 0 it is 0 inf. For any
@@ -14,13 +14,13 @@ from ..base.doubts import answers, may_ask
 from ..base.fakes import is_recorded
 from ..base.numerics import accumulable, square
 
-# of the squared norms of what rows are sums of, the part below which those of the rows are taken of the rows themselves: sums of
-# inner products, which cancel then, would be rounding
+# rows whose squared norm is less than this part of their summands' squared norms are built to take it: the inner products of the
+# summands cancel there, and what is left of their sum is rounding
 CANCELLED = 1e-2
 
 
 def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """g (b, t, h, ...) and x (b, t, h, ...), or what has the same products for each b, t and h and is no longer out of range."""
+    """g (b, t, h, ...) and x (b, t, h, ...), scaled where they are out of range, with the same product for each b, t and h."""
     # squares of half precision are in range in float32
     if g.dtype == torch.float16 or 0 in (*g.shape[3:], *x.shape[3:]):
         return g, x
@@ -40,7 +40,7 @@ def balance(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cancels(sq: Tensor, squares: Tensor) -> Tensor:
-    """(): whether squared norms (b,) are so much less than those of the parts that inner products between these are rounding."""
+    """(): whether any squared norm (b,) is so far below that of its parts that the sum of their inner products is rounding."""
     return (sq < CANCELLED * squares).any()
 
 

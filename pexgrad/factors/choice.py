@@ -79,7 +79,7 @@ def amounts(work: Work, algorithm: str) -> tuple[float, ...]:
 
 
 def candidates(work: Work, into_memory: bool) -> tuple[str, ...]:
-    """The algorithms that may be fastest; into large memory that is there already without "joint", which fills as much again."""
+    """The algorithms that may be fastest. No "joint" where rows go into large memory that is there: it fills as much again."""
     if work.fold != 1:
         return ("unfold", "loop")
     # else the library goes through the groups one by one

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..base.fakes import is_recorded
+from ..base.memory import storage_of
 from ..base.numerics import accumulable, total
 from ._base import Factor
 from .broadcast import Broadcast
@@ -78,7 +79,7 @@ def _spaced(values: Sequence[Tensor]) -> Tensor | None:
 
 
 def _alike(v: Tensor, first: Tensor) -> bool:
-    same_memory = v.untyped_storage()._cdata == first.untyped_storage()._cdata
+    same_memory = storage_of(v) == storage_of(first)
     same_place = v.shape == first.shape and v.stride() == first.stride() and v.dtype == first.dtype
     as_it_is = not v.is_conj() and not v.is_neg()
     return same_memory and same_place and as_it_is and v.shape[1] == 1

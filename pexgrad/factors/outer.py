@@ -146,7 +146,7 @@ class Outer(Factor):
 
 
 def _products_of_norms(g: Tensor, x: Tensor) -> Tensor:
-    """(b, t, h): |g|^2 |x|^2, in which the range of float64 does as well as balancing and is quicker."""
+    """(b, t, h): |g|^2 |x|^2. The range of float64, where there is one, makes balancing needless, and is quicker."""
     own = accumulable(g[:0]).dtype
     if in_range(g[:0]).dtype == own:
         g, x = balance(g, x)

@@ -25,23 +25,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from ..base import trees
 from ..base.compare import agree_nearby, largest_error
 from ..base.doubts import noting_doubts
 from ..base.fakes import (
     HINT,
     Guards,
-    SymbolicMode,
     computes_metadata,
     expression,
-    fake,
     fake_batch,
     quiet,
     symbolic_len,
     symbolic_mode,
 )
 from ..base.modes import differentiable_kernels, uncompiled
-from ..base.nodes import operation
+from ..base.nodes import where
 from ..base.still import StandStill
 from ..errors import TraceError, VerificationError, first_line
 from ..inputs.arguments import Options
@@ -51,6 +48,7 @@ from ..stages.strides import copy_what_is_read_by_strides
 from ..tracing.backward import BACKWARD
 from ..tracing.numbers import noting_numbers
 from ..tracing.opaque import is_opaque
+from .lowered import Lowered
 from .portable import make_portable, reshape_views, without_checks
 
 aten = torch.ops.aten
@@ -59,46 +57,8 @@ aten = torch.ops.aten
 Answer = Callable[..., Any]
 
 
-_LARGEST = 1 << 12  # a graph that serves this batch size is taken to serve all larger ones
-
-
-@dataclass(frozen=True, eq=False)
-class Lowered:
-    """The flat graph: parameters, buffers, input tensors and target tensors in, the result's tensors out."""
-
-    module: fx.GraphModule
-    spec: pytree.TreeSpec  # of the result
-    batch: int | Guards  # the one size that it is for, or what holds for those that it is for
-    reads_numbers: bool  # whether Python code took numbers out of constants
-    doubts: bool  # whether its last result says that the others are not to be trusted for these values
-
-    def serves(self, batch: int) -> bool:
-        """Whether the graph is right for this batch size."""
-        if isinstance(self.batch, int):
-            return batch == self.batch
-        return self.batch.hold(batch)
-
-    def sizes(self, batch: int) -> tuple[int, int | None]:
-        """The smallest and the largest batch size, around `batch`, that the graph serves; None: there is no largest."""
-        if isinstance(self.batch, int):
-            return self.batch, self.batch
-        low, high = batch, batch
-        while low > 0 and self.serves(low - 1):
-            low -= 1
-        while high < _LARGEST and self.serves(high + 1):
-            high += 1
-        return low, None if high == _LARGEST else high
-
-    def run(self, values: Sequence[Tensor]) -> Any:
-        """The result for these values; None where the graph is not to be trusted for them."""
-        results = self.module.forward(*values)
-        if self.doubts and results.pop():
-            return None
-        return pytree.tree_unflatten(results, self.spec)
-
-
 def lower_doubting(pipeline: Pipeline, call: Call, options: Options, answer: Answer) -> Lowered:
-    """The graph of a call for its batch size, unverified, with the same bits; it says where these are not to be trusted."""
+    """The graph of a call for its batch size, unverified, with the same bits; its last result says when not to trust them."""
     _refuse_readings(pipeline)
     return _Recording(pipeline, call, options, answer, ()).made(symbolic=False, doubting=True)
 
@@ -119,7 +79,7 @@ def lower(
     # some operations' shape functions take no symbolic size
     with quiet(), contextlib.suppress(TraceError):
         lowered = recording.made(symbolic=True)
-        lowered = recording.takes_none(lowered)
+        lowered = recording.tried_on_no_examples(lowered)
     if lowered is None or not lowered.serves(call.batch):
         lowered = recording.made(symbolic=False)
     if options.verify:
@@ -146,15 +106,15 @@ class _Recording:
     further: Sequence[Tensor]
 
     def made(self, *, symbolic: bool, doubting: bool = False) -> Lowered:
-        """The graph, for a symbolic batch size or for that of the call; `doubting`: with what says where not to trust it."""
-        mode, env = symbolic_mode(_Fakes)
+        """The graph, for a symbolic batch size or that of the call; with `doubting` its last result says when not to trust it."""
+        mode, env = symbolic_mode()
         fakes = self._fakes(mode, symbolic)
         batch = fakes[-1].shape[0]
         symbol = expression(batch) if symbolic else None  # read now: the recording may fix it
         found: dict[str, Any] = {}
 
         def run(*flat: Tensor) -> list[Tensor]:
-            jacobian = self.pipeline.jacobian(_unflat(flat, self.call, batch), self.options)
+            jacobian = self.pipeline.jacobian(self.call.around(flat, batch), self.options)
             further = flat[len(flat) - len(self.further) :]
             with noting_doubts(doubts) if doubting else contextlib.nullcontext():
                 leaves, found["spec"] = pytree.tree_flatten(self.answer(jacobian, *further))
@@ -178,18 +138,12 @@ class _Recording:
         return Lowered(module, found["spec"], served, bool(numbers), bool(doubts))
 
     def _fakes(self, mode: FakeTensorMode, symbolic: bool) -> list[Tensor]:
-        call = self.call
-        return [
-            *(fake(mode, p).requires_grad_(k in call.trainable) for k, p in call.params.items()),
-            *(fake(mode, b) for b in call.buffers),
-            *(
-                fake_batch(mode, t, HINT if symbolic else t.shape[0], fixed=not symbolic)
-                for t in (*call.inputs(), *call.targets(), *self.further)
-            ),
-        ]
+        tensors = (*self.call.inputs(), *self.call.targets(), *self.further)
+        batches = (fake_batch(mode, t, HINT if symbolic else t.shape[0], fixed=not symbolic) for t in tensors)
+        return [*self.call.fakes(mode), *batches]
 
-    def takes_none(self, lowered: Lowered) -> Lowered:
-        """The same; for one example at least where it fails on none, as no guard says that an operation takes no empty tensor."""
+    def tried_on_no_examples(self, lowered: Lowered) -> Lowered:
+        """The same graph, for at least one example if it fails on an empty batch: no guard says that an operation refuses one."""
         if not isinstance(lowered.batch, Guards) or not lowered.serves(0):
             return lowered
         try:
@@ -238,35 +192,9 @@ def _guards(env: ShapeEnv, batch: sympy.Symbol) -> Iterator[sympy.Basic]:
         yield sympy.Eq(batch, env.replacements[batch])
 
 
-class _Fakes(SymbolicMode):
-    """Fake tensors whose padding keeps a symbolic batch size: torch's own fixes it."""
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.constant_pad_nd.default:
-            x, padding = args[0], args[1]
-            return x.new_empty(_padded(x.shape, padding))
-        return super().dispatch(func, types, args, kwargs)
-
-
-def _padded(shape: Sequence[Any], padding: Sequence[int]) -> list[Any]:
-    pairs = list(zip(padding[::2], padding[1::2], strict=True))  # (before, after), the last dimension first
-    grown = [n + sum(pairs[i]) if i < len(pairs) else n for i, n in enumerate(reversed(shape))]
-    return grown[::-1]
-
-
 def _batchwise(conv_rule: str) -> str:
     """A convolution rule that works on the whole batch at once, whatever its size."""
     return "unfold" if conv_rule in ("auto", "measure", "loop") else conv_rule
-
-
-def _unflat(flat: Sequence[Tensor], call: Call, batch: Any) -> Call:
-    """The call with these tensors, in the order of `Call.flat`, in the place of its own."""
-    left = iter(flat)
-    params = {k: next(left) for k in call.params}
-    buffers = [next(left) for _ in call.buffers]
-    # positional and keyword arguments as one tuple: the pipeline reads nothing but the tensors in it
-    x, y = (trees.map_tensors(lambda _: next(left), tree) for tree in (trees.as_call(call.x), call.y))
-    return replace(call, params=params, buffers=buffers, x=x, y=y, batch=batch)
 
 
 def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
@@ -292,7 +220,6 @@ def _refuse_stop_gradients(pipeline: Pipeline) -> None:
     for node in pipeline.program.module.graph.nodes:
         if node.target in (aten.detach.default, torch._C._set_grad_enabled) or is_opaque(node):
             raise TraceError(
-                f"the model stops or changes gradients ({operation(node)} at {node.meta.get('source', '')}), which a flat "
-                "graph keeps for the rows but not for derivatives of the rows; leave create_graph off, or differentiate the "
-                "function itself with torch.autograd.grad"
+                f"the model stops or changes gradients ({where(node)}), which a flat graph keeps for the rows but not for "
+                "derivatives of the rows; leave create_graph off, or differentiate the function itself with torch.autograd.grad"
             )

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InputError, TraceError
 from ..inputs.call import Call
-from .lower import Lowered
+from .lowered import Lowered
 
 
 def with_arguments(

@@ -17,7 +17,7 @@ _WRITING = {aten.mul.Tensor: aten.mul.out, aten.bmm.default: aten.bmm.out}
 
 
 def without_autograd(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph where there is no gradient to be let through: nothing is detached, and fresh tables are filled in place."""
+    """The same graph for runs without autograd: nothing is detached, and fresh tables are filled in place."""
     plain = _copied(module)
     for node in plain.graph.nodes:
         if node.target is aten.detach.default:

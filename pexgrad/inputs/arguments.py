@@ -47,6 +47,9 @@ class Options:
         verify: check a new trace against the definition on two examples, and refuse what looks at the whole batch.
         conv_rule: how rows of convolution weights are computed: `"auto"` (by a fitted model of their costs),
             `"measure"` (the fastest of them, timed once for each shape), `"grouped"` (the paper's), `"unfold"`, `"loop"`.
+
+    Raises:
+        InputError: where an option is none of its choices, or `chunk_size` is not a positive integer.
     """
 
     strategy: str = "crb"

@@ -6,16 +6,18 @@ from (fake tensors in the place of all).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..base import trees
 from ..base.checks import shaped
 from ..base.compare import moved
+from ..base.fakes import fake
 from ..base.modes import recording
 from ..errors import InputError
 from .snapshot import Snapshot
@@ -51,10 +53,23 @@ class Call:
         """What a flat graph takes: the same, then the targets."""
         return [*self.values(), *self.targets()]
 
+    def around(self, flat: Iterable[Tensor], batch: Any) -> Call:
+        """The same around other tensors, in the order of `flat`, with positional and keyword arguments as one tuple for `x`."""
+        left = iter(flat)
+        params = {k: next(left) for k in self.params}
+        buffers = [next(left) for _ in self.buffers]
+        x, y = (trees.map_tensors(lambda _: next(left), tree) for tree in (trees.as_call(self.x), self.y))
+        return replace(self, params=params, buffers=buffers, x=x, y=y, batch=batch)
+
+    def fakes(self, mode: FakeTensorMode) -> list[Tensor]:
+        """Parameters and buffers without their numbers, the first of what a graph is recorded from."""
+        params = [fake(mode, p).requires_grad_(k in self.trainable) for k, p in self.params.items()]
+        return params + [fake(mode, b) for b in self.buffers]
+
     # --- elsewhere ----------------------------------------------------------------------------------
 
     def moved(self, part: float = 0.0) -> Call:
-        """The same with every number of the trainable parameters changed by a part of it, two roundings at least, up or down."""
+        """The same with each number of the trainable parameters made larger or smaller by this part, two roundings at least."""
 
         def other(p: Tensor) -> Tensor:
             return moved(p.detach(), max(part, 2 * torch.finfo(p.dtype).eps)).requires_grad_()
@@ -131,7 +146,7 @@ class Call:
 
 
 def example_numbers(entries: list[Tensor], batch: Any = 0, device: Any = None) -> Tensor:
-    """(B,) of the dtype that a number for each example has, given the entries it is made of: real and at least float32."""
+    """(B,), not initialised, of the dtype of numbers that are computed from these entries: real, and at least float32."""
     dtype = torch.float32
     for p in entries:
         dtype = torch.promote_types(dtype, p.dtype.to_real())

@@ -23,13 +23,13 @@ _APART = frozenset({
 
 
 def is_users(kind: type) -> bool:
-    """Whether a class is of the user's own program, as one is that was defined at a prompt."""
+    """Whether a class belongs to the user's own program; one that was defined at a prompt does."""
     module = sys.modules.get(kind.__module__)
     return module is None or not is_module_installed(module)
 
 
 def is_users_alone(kind: type) -> bool:
-    """Whether all code of a class is, so that its objects hold nothing that cannot be seen."""
+    """Whether all code of a class is the user's, bases included, so that its objects hold nothing that cannot be seen."""
     return len(own_bases(kind)) == len(kind.__mro__) - 1
 
 
@@ -63,11 +63,12 @@ def of_class(kind: type) -> Reads:
 
 def functions_of_class(kind: type) -> list[tuple[str, FunctionType]]:
     """The methods of a user's class that find something in their closures or defaults, each by its name."""
-    return [
-        (n, f)
-        for n, f in own_members(kind).items()
-        if isinstance(f, FunctionType) and (f.__closure__ or f.__defaults__ or f.__kwdefaults__)
-    ]
+    return [(n, f) for n, f in own_members(kind).items() if isinstance(f, FunctionType) and holds_values(f)]
+
+
+def holds_values(function: FunctionType) -> bool:
+    """Whether a function has anything in its closure or in its default arguments."""
+    return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
 
 
 def function_under(held: Any) -> Any:

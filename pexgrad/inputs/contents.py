@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from decimal import Decimal
 from fractions import Fraction
@@ -25,8 +25,6 @@ from .reads import attribute_names, of_function, of_object
 
 # attributes that every module has: what is in them is walked through by itself
 _MACHINERY = frozenset(vars(nn.Module())) - {"training"}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOW = ("with_kwargs", "always_called")  # a hook may be called
 _CODE = frozenset({FunctionType, MethodType, type})
 CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 # compared by what is in them, whichever object it is
@@ -37,19 +35,6 @@ _BYTES = 1 << 16  # of an array that is looked at
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """What a module holds beside what every module has."""
     return {k: v for k, v in vars(module).items() if k not in _MACHINERY}
-
-
-def hooks_in(module: nn.Module) -> list[Any]:
-    """A module's hooks, of all kinds."""
-    return [hook for kind in HOOKS for hook in (vars(module).get(kind) or {}).values()]
-
-
-def hooks_of(held: dict[str, Any], hooks: str) -> Iterator[tuple[str, Any]]:
-    """A module's hooks of one kind, each with how it is called."""
-    for key, hook in held[hooks].items():
-        yield "", hook
-        for how in HOW:
-            yield how, key in held.get(f"{hooks}_{how}", ())
 
 
 def numbers_in(value: Any) -> bytes | None:

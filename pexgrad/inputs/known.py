@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from ..errors import TraceError
-from .classes import functions_of_class
-from .contents import hooks_in, plain_attributes
-from .reached import MANY, read_in_forward
+from .classes import functions_of_class, own_bases
+from .contents import ATOMS, attributes_of, plain_attributes
+from .hooks import hooks_in
+from .reached import MANY, beside, parts_of, read_in_forward
 from .rebind import rebind
 
 
@@ -44,11 +45,22 @@ def _known(
     """The tables that a module's code reads with one of its own modules for a key: the table's name, the module's path."""
     held = plain_attributes(module)
     code = [*held.values(), *hooks_in(module), *(f for _, f in methods)]
-    for name, table in (*held.items(), *read_in_forward(type(module), code)):
-        for key in _keys(table):
-            known = key if type(key) is int else id(key)
-            if known in own:
-                yield name, own[known]
+    names, read = read_in_forward(type(module), code)
+    left, seen = [*held.items(), *read], set[int]()
+    while left:
+        name, value = left.pop()
+        for part in () if type(value) in ATOMS else parts_of(value):
+            if type(part) in ATOMS or id(part) in seen:
+                continue
+            seen.add(id(part))
+            for key in _keys(part):
+                known = key if type(key) is int else id(key)
+                if known in own:
+                    yield name, own[known]
+            if isinstance(part, FunctionType):  # a method of an object
+                left += beside(part)
+            elif isinstance(part, ModuleType) or own_bases(type(part)):
+                left += [(f"{name}{n}", v) for n, v in attributes_of(part, names)[0]]
 
 
 def _keys(table: Any) -> list[Any]:

@@ -1,10 +1,12 @@
-"""The names in a function's code: what it may read of globals and attributes. None for a library's."""
+"""The names in a function's code: what it may read of globals, attributes and modules. None for a library's."""
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import weakref
 from collections.abc import Iterator
+from importlib.util import resolve_name
 from types import CodeType, FunctionType
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ class Names(NamedTuple):
     code: CodeType
     every: frozenset[str]  # of globals and attributes
     of_globals: frozenset[str]  # an attribute may have the name of a global that is something else
+    imported: frozenset[str]  # the full names of modules that it imports when it runs
 
 
 _known: weakref.WeakKeyDictionary[FunctionType, Names] = weakref.WeakKeyDictionary()
@@ -29,7 +32,10 @@ def names_of(function: FunctionType) -> Names:
         codes = [] if is_installed(code.co_filename) else list(_codes_in(code))
         read = [i for c in codes for i in _loads(c)]
         every = frozenset(i.argval for i in read).union(*map(_names_in_text, codes))
-        known = _known[function] = Names(code, every, frozenset(i.argval for i in read if _is_of_global(i)))
+        of_globals = frozenset(i.argval for i in read if _is_of_global(i))
+        package = function.__globals__.get("__package__")
+        imported = frozenset(name for c in codes for name in _imports(c, package))
+        known = _known[function] = Names(code, every, of_globals, imported)
     return known
 
 
@@ -39,14 +45,24 @@ def names_in(function: FunctionType) -> frozenset[str]:
 
 
 def _loads(code: CodeType) -> Iterator[dis.Instruction]:
-    """The instructions that load a global or an attribute; what code only stores is not read."""
+    """The instructions that load a global, an attribute or a part of a module; what code only stores is not read."""
     for instruction in dis.get_instructions(code):
-        if instruction.opname.startswith("LOAD_") and instruction.argval in code.co_names:
+        if instruction.opname.startswith(("LOAD_", "IMPORT_FROM")) and instruction.argval in code.co_names:
             yield instruction
 
 
 def _is_of_global(load: dis.Instruction) -> bool:
     return "GLOBAL" in load.opname or load.opname == "LOAD_NAME"  # the latter in the body of a class
+
+
+def _imports(code: CodeType, package: str | None) -> Iterator[str]:
+    """The modules that code imports when it runs, and the packages that these are in."""
+    instructions = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
+    for level, _, imported in zip(instructions, instructions[1:], instructions[2:], strict=False):
+        if imported.opname == "IMPORT_NAME":
+            with contextlib.suppress(ImportError):  # beyond the top of a package: the code itself fails
+                parts = resolve_name("." * level.argval + imported.argval, package).split(".")
+                yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
 
 
 def _names_in_text(code: CodeType) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -54,23 +55,17 @@ def reached(held: Iterable[Any], kind: type | None = None) -> frozenset[str]:
 
 def reaches(kind: type, held: Iterable[Any], own: set[int]) -> bool:
     """Whether the methods of a module's class, or functions that it holds, find any of these objects among their globals."""
-    for function in code_from([*(f for _, f in of_class(kind)), *map(function_under, held)]):
-        for _, value in _among_globals(function):
-            inside = value.values() if isinstance(value, dict) else value
-            among = inside if isinstance(value, dict | list | tuple) and len(value) <= MANY else ()
-            if any(id(v) in own for v in (value, *among)):
-                return True
-    return False
+    functions = code_from([*(f for _, f in of_class(kind)), *map(function_under, held)])
+    found = (value for f in functions for _, value in _among_globals(f))
+    return any(id(part) in own for value in found for part in parts_of(value))
 
 
-def read_in_forward(kind: type, held: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """What a module's forward, and functions that it holds, find by name: in closures, among globals and in their class."""
-    names = set[str]()
-    for function in code_from([getattr(kind, "forward", None), *map(function_under, held)], kind):
-        names |= names_in(function)
-        yield from beside(function)
-    members = own_members(kind)
-    yield from ((n, members[n]) for n in names & members.keys())
+def read_in_forward(kind: type, held: Iterable[Any]) -> tuple[frozenset[str], list[tuple[str, Any]]]:
+    """The names in a module's forward and in functions that it holds, and what they find: beside these and in their class."""
+    functions = [*code_from([getattr(kind, "forward", None), *map(function_under, held)], kind)]
+    names, members = frozenset[str]().union(*map(names_in, functions)), own_members(kind)
+    found = [item for f in functions for item in beside(f)]
+    return names, found + [(n, members[n]) for n in sorted(names & members.keys())]
 
 
 def code_from(held: Iterable[Any], kind: type | None = None) -> Iterator[FunctionType]:
@@ -88,11 +83,12 @@ def code_from(held: Iterable[Any], kind: type | None = None) -> Iterator[Functio
 
 
 def beside(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What the user's function finds in its closure and among its globals, by name."""
+    """What the user's function finds in its closure, among its globals and in modules that it imports, by name."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
             yield name, cell.cell_contents
     yield from _among_globals(function)
+    yield from ((n, sys.modules[n]) for n in sorted(names_of(function).imported) if n in sys.modules)
 
 
 def _among_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -111,29 +107,29 @@ def _functions_of(held: Any, names: frozenset[str]) -> list[Any]:
 
 
 def parts_of(held: Any) -> Iterator[Any]:
-    """What is in containers and namespaces, at any depth, and what a partial calls and gives on; anything else as it is."""
+    """A value and, at any depth, what is in it: the items of containers and namespaces, what a partial calls and passes on."""
     left, seen = [held], set[int]()
     while left:
         value = left.pop()
+        yield value
         inside = _items(value)
-        if inside is None:
-            yield value
-        elif id(value) not in seen:
+        if inside and id(value) not in seen:
             seen.add(id(value))
             left += inside
 
 
-def _items(value: Any) -> list[Any] | None:
+def _items(value: Any) -> list[Any]:
     if isinstance(value, FunctionType | str | int | float):  # nearly all that there is
-        return None
+        return []
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, SimpleNamespace):
         return [*vars(value).values()]
     if isinstance(value, dict | list | tuple | set | frozenset | deque):
         with contextlib.suppress(Exception):  # a class of the user's may refuse to be gone through
-            return [*(value.values() if isinstance(value, dict) else value)] if len(value) <= MANY else []
-    return None
+            if len(value) <= MANY:
+                return [*value, *value.values()] if isinstance(value, dict) else [*value]
+    return []
 
 
 _MAKES = ("__init__", "__new__", "__post_init__")

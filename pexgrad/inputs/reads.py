@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .classes import Reads, function_under, is_module_installed, is_users, unnamed
+from .classes import Reads, function_under, holds_values, is_module_installed, is_users, unnamed
 from .names import names_in
 from .reached import beside, reached
 
@@ -28,7 +28,7 @@ def of_function(function: FunctionType | MethodType) -> Reads:
     if isinstance(function, MethodType):
         code, owner = function.__func__, function.__self__
         return [("", code), *_named("self", owner, reached([code]))]
-    if not names_in(function) and not function.__closure__ and not function.__defaults__:
+    if not names_in(function) and not holds_values(function):
         return []
     names = reached([function])
     found: Reads = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]

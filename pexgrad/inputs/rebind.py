@@ -21,16 +21,16 @@ from torch.utils._pytree import tree_map
 from ..base import trees
 from ..errors import InputError, TraceError
 from .classes import is_users
-from .contents import HOW, plain_attributes
+from .contents import plain_attributes
 from .generators import is_generator
 from .reached import reaches
 from .rewire import rewire
 
 
 def shared(value: Any, depth: int = 3) -> Iterator[Any]:
-    """In plain attributes: generators, which go on, and tensors: caches, constants, what old-style weight norm leaves behind.
+    """What a plain attribute holds that a copy shares: generators, which go on, and tensors, such as caches and constants.
 
-    And those of a module that is none of the model's, a teacher in a list say.
+    And the tensors of a module that is not one of the model's, such as a teacher in a list.
     """
     if isinstance(value, Tensor | torch.Generator) or is_generator(value):
         yield value
@@ -152,7 +152,7 @@ class Bound:
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Without the weights that `parametrize.cached()` keeps: it takes those of a module's copies for the module's own."""
+    """Without the cache of `parametrize.cached()`, which would take the weights of a module's copy for the module's own."""
     before = parametrize._cache
     if not parametrize._cache_enabled:
         yield
@@ -180,29 +180,3 @@ class _Substitution(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(lambda t: self._replacements.get(id(t), t), (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def global_hooks() -> list[tuple[Any, ...]]:
-    """The hooks that are registered for every module there is, each with its kind and with how it is called."""
-    module, found = torch.nn.modules.module, []
-    if not module._has_any_global_hook():
-        return found
-    for kind in ("forward_pre", "forward", "backward_pre", "backward"):
-        held = getattr(module, f"_global_{kind}_hooks")
-        ways = [getattr(module, f"_global_{kind}_hooks_{how}", ()) for how in HOW]
-        found += [(kind, hook, *(key in way for way in ways)) for key, hook in held.items()]
-    return found
-
-
-def refuse_backward_hooks(model: nn.Module | Callable[..., Any]) -> None:
-    """Raise where a module has hooks that autograd would run on its way back."""
-    if not isinstance(model, nn.Module):
-        return
-    for path, m in model.named_modules():
-        if m._backward_hooks or m._backward_pre_hooks:
-            raise TraceError(
-                f"{type(m).__name__} at '{path}' has a backward hook, which may change gradients and which a "
-                "pure function cannot run; remove it for this call"
-            )
-    if torch.nn.modules.module._global_backward_hooks or torch.nn.modules.module._global_backward_pre_hooks:
-        raise TraceError("a global module backward hook is registered; remove it for this call")

@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import nn
 
-from .classes import functions_of_class
-from .contents import HOOKS, plain_attributes
-from .reached import MANY
+from .classes import functions_of_class, holds_values
+from .contents import plain_attributes
+from .hooks import HOOKS
+from .reached import parts_of
 
 Memo = dict[int, Any]  # that of `copy.deepcopy`: the identity of what has been copied -> its copy
 
 _CODE = (FunctionType, MethodType, functools.partial)
-_CONTAINERS = (dict, list, tuple, set)
 
 
 def rewire(copied: nn.Module, memo: Memo) -> None:
@@ -55,9 +55,8 @@ def _renewed(value: Any, memo: Memo) -> Any:
     if isinstance(value, functools.partial):
         make = functools.partial(_partial, len(value.args), tuple(value.keywords))
         return _put_together(make, (value.func, *value.args, *value.keywords.values()), memo) or value
-    if isinstance(value, _CONTAINERS) and _holds_copied(value, memo):
-        return copy.deepcopy(value, memo)
-    return value
+    holds_copied = any(memo.get(id(part), part) is not part for part in parts_of(value))
+    return copy.deepcopy(value, memo) if holds_copied else value
 
 
 def _put_together(make: Any, parts: tuple[Any, ...], memo: Memo) -> Any:
@@ -69,17 +68,8 @@ def _partial(n: int, names: tuple[str, ...], func: Any, *values: Any) -> Any:
     return functools.partial(func, *values[:n], **dict(zip(names, values[n:], strict=True)))
 
 
-def _holds_copied(value: Any, memo: Memo, depth: int = 3) -> bool:
-    if memo.get(id(value), value) is not value:
-        return True
-    if not depth or not isinstance(value, _CONTAINERS) or len(value) > MANY:
-        return False
-    inside = [*value, *value.values()] if isinstance(value, dict) else value
-    return any(_holds_copied(v, memo, depth - 1) for v in inside)
-
-
 def _rebuilt(f: FunctionType, memo: Memo) -> FunctionType:
-    if not (f.__closure__ or f.__defaults__ or f.__kwdefaults__):
+    if not holds_values(f):
         return f
     closure = tuple(CellType() for _ in f.__closure__ or ())
     new = FunctionType(f.__code__, f.__globals__, f.__name__, None, closure)

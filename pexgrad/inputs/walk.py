@@ -6,6 +6,7 @@ functions, and all that these hold and read, at any depth. What it goes by:
     names.py      the names that a function's bytecode loads
     reached.py    the code of the user's that a function reaches by these, and all names in it
     reads.py      what names stand for: cells of a closure, defaults, globals, methods, the attributes that code names
+    hooks.py      the hooks of modules
     contents.py   what is inside any other object, if anything that counts is, and what cannot change
     held.py       a tensor as it was, and whether it has changed since
     snapshot.py   what was found, to be compared with what another walk finds
@@ -27,15 +28,13 @@ from .contents import (
     ATOMS,
     BY_CONTENT,
     CONTAINERS,
-    HOOKS,
     attributes_of,
-    hooks_in,
-    hooks_of,
     inside_of,
     interned,
     numbers_in,
     plain_attributes,
 )
+from .hooks import HOOKS, hooks_in, hooks_of
 from .reached import names_in_code, names_in_forward, parts_of
 from .reads import attribute_names
 from .snapshot import END, Snapshot
@@ -68,7 +67,7 @@ def held_by(value: Any) -> list[Any]:
 
 
 def walked(model: Callable[..., Any], around: Iterable[nn.Module] = ()) -> Walk:
-    """The walk through a module, a function or any other callable; `around` modules that it meets, and not through them."""
+    """The walk through a module, a function or any other callable; it does not enter the modules in `around`."""
     walk = Walk(around)
     if isinstance(model, nn.Module):
         walk.modules(model, named=True)

@@ -123,7 +123,7 @@ def _refuse_mixing(loss: LossFunction, together: Tensor, examples: Examples, fir
 
 
 def _rounds_by(difference: Tensor, loss: LossFunction, output: Any, y: Any) -> bool:
-    """Whether an example's loss changes by so much where its output is rounded otherwise; near zero that is all of it."""
+    """Whether other rounding of the output changes an example's loss by as much; near zero that may be all of it."""
     losses = [
         loss.of_one(trees.map_tensors(functools.partial(_rounded, steps=n), output), y) for n in (0, 1, -2, 4)
     ]

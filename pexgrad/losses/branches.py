@@ -47,7 +47,7 @@ class Calls(TorchFunctionMode):
 
 
 def form(losses: Tensor, given: Iterable[Any]) -> Form:
-    """What autograd has recorded between the nodes of what a loss was given and the losses: operations, dimensions, uses."""
+    """What autograd has recorded from the nodes `given`, of a loss's inputs, to the losses: operations, dimensions, uses."""
     places: dict[Any, int] = {fn: -1 - i for i, fn in enumerate(given) if fn is not None}
     found: list[Any] = []
     left = [losses.grad_fn]
@@ -93,7 +93,7 @@ class Branches:
         self._read: list[Held] = []  # by a loss without a graph, when its examples were compared
 
     def notice(self, read: list[Held]) -> None:
-        """Forget what is known of a loss without a graph where the tensors that it reads have changed: weights by place, say."""
+        """Forget what is known of a loss without a graph once tensors that it reads have changed, such as weights by place."""
         same = len(read) == len(self._read) and all(
             now.tensor is held.tensor and held.is_same(numbers=True)
             for now, held in zip(read, self._read, strict=True)

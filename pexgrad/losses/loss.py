@@ -54,7 +54,7 @@ class LossFunction:
     def of_batch_or_none(
         self, output: Any, y: Any, batch: int, examples: Examples, mode: Mode
     ) -> Tensor | None:
-        """The same for a loss that gives each example of a batch, of at least two, a number; None for one of single examples."""
+        """The same, for a batch of at least two; None where the loss returns one number, or takes single examples only."""
         try:
             value = self._value(output, y, mode)
         except Exception:  # noqa: BLE001 - it may be written for one example; then this raises the user's error

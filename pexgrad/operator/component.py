@@ -19,8 +19,7 @@ from torch import Tensor, fx
 from ..base.doubts import answers, may_ask
 from ..base.fakes import is_recorded
 from ..base.numerics import accumulable, square, squared_norms, sum_of
-from ..factors import BLOCK_BYTES, Factor, Outer, Rows, cancels
-from ..factors._base import slices
+from ..factors import BLOCK_BYTES, Factor, Outer, Rows, cancels, slices
 from .paths import Path
 from .pullback import Window, is_linear, jvp, vjp, vjp_rows
 
@@ -165,7 +164,7 @@ class Component:
         return found
 
     def sq_norms(self) -> tuple[dict[str, Tensor], Tensor | None]:
-        """name -> (b,): squared norms, by parameter, and whether these may be rounding, where that is to be asked."""
+        """name -> (b,): squared norms by parameter; and the doubt, if there is one, that these are rounding."""
         windows = self.windows()
         if windows is None or (_several(windows) and not self._may_ask()):
             return self.sq_norms_by_rows(), None
@@ -180,7 +179,7 @@ class Component:
         return may_ask(self.terms[0].value)
 
     def _cancels(self, windows: dict[Window, list[Factor]]) -> bool:
-        """Whether rows may be so small beside the factors that they are sums of that products of these would be rounding."""
+        """Whether rows may be so small beside the factors they are sums of that inner products of these are mostly rounding."""
         if not _several(windows):  # each looks at its own positions
             return False
         return not self._may_ask() or answers([_sq_norms_by_products(windows)[1]])[0]
@@ -273,7 +272,7 @@ def _several(windows: dict[Window, list[Factor]]) -> bool:
 
 
 def _sq_norms_by_products(windows: dict[Window, list[Factor]]) -> tuple[Tensor, Tensor]:
-    """(b,): squared norms by inner products of factors and of positions; and (), whether these may be rounding."""
+    """(b,): squared norms by inner products of factors and of positions; and the doubt () that these are rounding."""
     sq, parts = [], []
     for same in windows.values():
         if len(same) == 1 and not same[0].sums_products:
@@ -290,7 +289,7 @@ def _sq_norms_by_products(windows: dict[Window, list[Factor]]) -> tuple[Tensor, 
 
 
 def sq_norms(components: Iterable[Component]) -> dict[str, Tensor]:
-    """name -> (b,): squared norms, by parameter; whether they are rounding is asked of all components at once."""
+    """name -> (b,): squared norms by parameter; the doubts of all components are answered at once."""
     found = [(c, *c.sq_norms()) for c in components]
     doubtful = iter(answers([doubt for _, _, doubt in found if doubt is not None]))
     norms: dict[str, Tensor] = {}

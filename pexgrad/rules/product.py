@@ -137,14 +137,8 @@ def einsum_operand(index: int) -> Callable[..., Factor]:
     """The rule for operand `index` of a two-operand einsum."""
 
     def einsum(
-        g: Tensor,
-        tensors: list[Tensor],
-        *,
-        equation: str,
-        batch_dim: int,
-        shape: torch.Size,
-        dtype: torch.dtype,
-    ) -> Factor:
+        g: Tensor, tensors: list[Tensor], *, equation: str, batch_dim: int, shape: torch.Size, dtype: torch.dtype
+    ) -> Factor:  # fmt: skip
         terms, out = parse(equation)
         own, other = terms[index], terms[1 - index]
         batch = out[batch_dim]
@@ -153,12 +147,12 @@ def einsum_operand(index: int) -> Callable[..., Factor]:
         # letters that only one of the three has: x is summed over them, the row is the same along them
         x, other = _summed(x, other, set(own + out))
         sizes = dict(zip(own, shape, strict=True))
-        heads = [c for c in own if c in out and c in other]
-        rows, columns = (
-            [c for c in own if c in out and c not in other],
-            [c for c in own if c in other and c not in out],
-        )
-        repeated = [c for c in own if c not in out and c not in other]
+
+        def shared(with_out: bool, with_other: bool) -> list[str]:
+            return [c for c in own if (c in out, c in other) == (with_out, with_other)]
+
+        heads, repeated = shared(True, True), shared(False, False)
+        rows, columns = shared(True, False), shared(False, True)
         positions = [c for c in out if c in other and c not in own]
 
         def arranged(v: Tensor, letters: str, last: list[str]) -> Tensor:  # (b, t, h, o)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch._ops import OpOverload
@@ -70,7 +70,7 @@ def register_rule(
     """
 
     def register(function: RuleFunction) -> RuleFunction:
-        rule = replace(as_rule(function, batch_dim), when=when)
+        rule = as_rule(function, batch_dim, when)
         known = [a.name for a in operation._schema.arguments]
         unknown = [
             n
@@ -102,12 +102,16 @@ def find_pullback(operation: Any, operand: str) -> Rule | None:
     return _pullbacks.get((operation, operand))
 
 
-def as_rule(function: Callable[..., Any], batch_dim: int | None = None) -> Rule:
+def as_rule(
+    function: Callable[..., Any],
+    batch_dim: int | None = None,
+    when: Callable[[dict[str, Any]], bool] | None = None,
+) -> Rule:
     """Read off a rule's signature what it needs."""
     kinds = inspect.signature(function).parameters.values()
     positional = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keywords = tuple(p.name for p in kinds if p.kind is p.KEYWORD_ONLY)
-    return Rule(function, tuple(positional[1:]), keywords, batch_dim)
+    return Rule(function, tuple(positional[1:]), keywords, batch_dim, when)
 
 
 def find_rule(operation: Any, operand: str) -> Rule | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..base.nodes import is_differentiable, is_model_of, is_of_batch, mutated_operands, storage, value
+from ..base.nodes import is_differentiable, is_model_of, is_of_batch, mutated_operands, source, storage, value
 from ..errors import ANY_MODEL, TraceError
 from ..tracing.trace import Trace
 
@@ -53,27 +53,27 @@ def analyse(trace: Trace, trainable: set[str]) -> Flow:
     start = {trace.params[k]: State(params=frozenset([k])) for k in trainable}
     start |= {node: State(from_input=True) for node in trace.inputs}
     written: dict[int, State] = {}
-    enabled, switch = True, None  # whether gradients are on, and the last node that said so
+    switched_off: fx.Node | None = None  # the node that has switched gradients off, while they are off
 
     for node in trace.graph.nodes:
         if node.target is torch._C._set_grad_enabled:
-            enabled, switch = node.args[0], node
-        flow.grad_enabled[node] = enabled
+            switched_off = None if node.args[0] else node
+        flow.grad_enabled[node] = switched_off is None
         reads = {n: flow.states[n] | written.get(storage(n), State()) for n in node.all_input_nodes}  # pyright: ignore[reportArgumentType, reportCallIssue]
         flow.operands[node] = reads
         state = start.get(node, State())
         for operand, read in reads.items():
             state = state if is_model_of(operand, node) else state | read
-        if not enabled or node.target is aten.detach.default or not is_differentiable(value(node)):
+        if switched_off or node.target is aten.detach.default or not is_differentiable(value(node)):
             state = State(state.from_input)
         flow.states[node] = state
         for target in mutated_operands(node):
             key = storage(target)
             if key is not None and node.target not in _BENIGN_WRITES:
                 written[key] = written.get(key, State()) | state
-    if not enabled:
-        line = switch.meta.get("source", "") if switch else ""
+    if switched_off:
         raise TraceError(
-            f"the model switches gradients off ({line}) and leaves them off; use `with torch.no_grad():`, or {ANY_MODEL}"
+            f"the model switches gradients off ({source(switched_off)}) and leaves them off; use `with torch.no_grad():`, "
+            f"or {ANY_MODEL}"
         )
     return flow

@@ -85,7 +85,7 @@ class Anywhere(Layout):
 
 
 class UntoldError(TraceError):
-    """A call shows what the trace could not tell, or tells otherwise: where a value's examples are, what a loss gives."""
+    """A call needs what its trace could not tell, or contradicts it: where a value's examples are, what a loss returns."""
 
 
 @dataclass(frozen=True)

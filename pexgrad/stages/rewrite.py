@@ -68,7 +68,7 @@ def parameter_operands(node: fx.Node, flow: Flow) -> list[fx.Node]:
 
 
 def _adopt_parameters(trace: Trace, call: Call) -> None:
-    """Let a tensor that the code has reached past its arguments, through a global say, be the parameter or buffer of the call."""
+    """Replace a parameter or buffer that the code reached past its arguments, through a global say, by the call's own."""
     own = call.module
     # parameters, buffers, inputs
     placeholders = [n for n in trace.graph.nodes if n.op == "placeholder"]
@@ -92,7 +92,7 @@ def _protect(trace: Trace) -> None:
 
 
 def _settle_outputs(trace: Trace, flow: Flow) -> list[bool]:
-    """Copy outputs computed from parameters over the batch, so that gradients can be told apart; take away mixed ones."""
+    """Expand outputs of parameters alone over the batch, so that gradients can be told apart; take away mixed ones."""
     output = trace.graph.output_node()
     kept, copied = [], []
     slots = [i for i, leaf in enumerate(trace.output_leaves) if leaf is FROM_GRAPH]

@@ -187,7 +187,7 @@ def _record(
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether a node calls a custom `autograd.Function`, or runs tensor hooks: the functions that are recorded are made here."""
+    """Whether a node calls a custom `autograd.Function`, or runs tensor hooks; the functions of such nodes are made here."""
     return node.op == "call_function" and getattr(node.target, "__module__", "") == __name__
 
 

@@ -82,7 +82,7 @@ class Reader:
         return self.given[asked, kind][1]
 
     def settle(self, traced: fx.GraphModule) -> None:
-        """Write numbers that the graph reads from inputs that are not floating into it, as if Python had asked for them."""
+        """Write into the graph the numbers that it reads from inputs that are not floating, as if Python had asked for them."""
         for node in list(traced.graph.nodes):
             val = value(node)
             if not isinstance(val, SymInt) or node.target not in _ITEMS or not node.users or self._is_fake():

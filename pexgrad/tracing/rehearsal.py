@@ -8,10 +8,9 @@ numbers: a graph draws from torch's generators on and on, whatever seeds or draw
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -24,6 +23,7 @@ from ..inputs.call import Call
 from ..inputs.generators import States
 from ..inputs.rebind import Bound
 from .trace import Trace
+from .watching import in_this_thread
 
 
 def rehearsed(model: Bound, call: Call, tracing: Callable[[], Trace]) -> Trace:
@@ -95,13 +95,7 @@ def _with_known_generators(known: list[torch.Generator] | None, tracing: Callabl
 
 @contextlib.contextmanager
 def _seeding_refused() -> Iterator[None]:
-    real, here = torch.manual_seed, threading.get_ident()
-
-    def manual_seed(seed: int) -> torch.Generator:
-        if threading.get_ident() == here:
-            _refuse_seeding()
-        return real(seed)
-
+    manual_seed = in_this_thread(_refuse_seeding, torch.manual_seed)
     with (
         mock.patch.object(torch, "manual_seed", manual_seed),
         mock.patch.object(torch.random, "manual_seed", manual_seed),
@@ -109,7 +103,7 @@ def _seeding_refused() -> Iterator[None]:
         yield
 
 
-def _refuse_seeding() -> None:
+def _refuse_seeding(*_: Any, **__: Any) -> NoReturn:
     raise TraceError(
         "the model seeds random numbers in its forward, or makes a generator there, which a graph does not repeat: it would "
         f"draw on and on; do that outside, or {ANY_MODEL}"

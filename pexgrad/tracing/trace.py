@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from ..base import trees
-from ..base.fakes import TRACING, Guards, expression, fake, fake_batch, symbol_of, symbolic_mode
+from ..base.fakes import TRACING, Guards, expression, fake_batch, symbol_of, symbolic_mode
 from ..base.nodes import source, value
 from ..base.numerics import is_half
 from ..errors import ANY_MODEL, PexgradError, TraceError, first_line
@@ -115,21 +115,15 @@ def _above_or_below_autograd(model: Bound, call: Call, hint: int) -> Trace:
 
 
 def _trace(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = False) -> Trace:
-    params, buffers = call.params, call.module.buffers
-    leaves, spec = trees.flatten(trees.as_call(call.x))
     mode, env = symbolic_mode()
-    fake_params = [fake(mode, p).requires_grad_(k in call.trainable) for k, p in params.items()]
-    fake_buffers = [fake(mode, b) for b in buffers.values()]
-    fake_inputs = [fake_batch(mode, t, hint) for t in call.inputs()]
-    batch = symbol_of(fake_inputs[0].shape[0])
+    inputs = [fake_batch(mode, t, hint) for t in call.inputs()]
+    batch = symbol_of(inputs[0].shape[0])
     seen: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
-        left = iter(flat)
-        p = {k: next(left) for k in params}
-        b = {k: next(left) for k in buffers}
-        args, kwargs = trees.unflatten([next(left) if isinstance(v, Tensor) else v for v in leaves], spec)
-        forward = model.at(p, b)
+        at = replace(call, y=None).around(flat, inputs[0].shape[0])
+        forward = model.at(at.params, dict(zip(call.module.buffers, at.buffers, strict=True)))
+        args, kwargs = at.x
         with module_paths(forward), uncached(), asked:
             out = forward(*args, **kwargs)
         out_leaves, seen["spec"] = trees.flatten(out)
@@ -138,7 +132,7 @@ def _trace(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = F
 
     reader = Reader(call, batch)
     with watching(batch, reader) as branches:
-        gm = _recorded(run, [*fake_params, *fake_buffers, *fake_inputs], below=below)
+        gm = _recorded(run, [*call.fakes(mode), *inputs], below=below)
     settle_hooks(gm.graph)  # one that was registered last has no use yet
     gm.graph.eliminate_dead_code()
     reader.settle(gm)
@@ -155,8 +149,8 @@ def _trace(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = F
         root=gm,
         fake_mode=mode,
         batch=batch,
-        params=dict(zip(params, nodes, strict=False)),
-        inputs=nodes[len(params) + len(buffers) :],
+        params=dict(zip(call.params, nodes, strict=False)),
+        inputs=nodes[len(nodes) - len(inputs) :],
         output_leaves=seen["leaves"],
         output_spec=seen["spec"],
         guards=Guards(batch, tuple(branches)),

@@ -83,7 +83,7 @@ class _Graph:
         return found[::-1]
 
     def copy(self, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The same, of other nodes; with the same value, which two may share as no step writes into what it computes."""
+        """A copy of a node that reads other nodes; they share a fake value, since no step writes into what it computes."""
         return self._tracer.graph.node_copy(node, lambda n: new.get(n, n))
 
     def known(self, make: Callable[[], Tensor], node: fx.Node) -> Tensor:

@@ -66,7 +66,7 @@ _DERIVATIVES = {torch.autograd.grad, Tensor.backward}
 
 
 class Asked(TorchFunctionMode):
-    """The tensors with numbers, none of a trace's own, that code computes with or asks for their shape; and derivatives."""
+    """Notes the real tensors that code computes with or asks for their shape, and whether it takes derivatives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def _noting_depth(call: Callable[..., Any], running: list[None]) -> Callable[...
 def _noting_branches(
     bool_: Callable[[SymNode], bool], batch: sympy.Symbol, branches: list[sympy.Basic], running: list[None]
 ) -> Callable[[SymNode], bool]:
-    """Note what Python code asks; what operations ask while they run is metadata, on which the graph does not depend."""
+    """Note what Python code asks; what operations ask while they run is for metadata, on which the graph does not depend."""
 
     def noted(self: SymNode) -> bool:
         condition = self.expr
@@ -168,7 +168,7 @@ def _without_nesting(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_written(function: ScriptFunction, *args: Any, **kwargs: Any) -> Any:
-    """A scripted function's Python code: once it has run, TorchScript puts what a trace sees without a gradient in its place."""
+    """The Python code of a scripted function: what TorchScript puts in its place after a run has no gradient in a trace."""
     code = getattr(function, "_torchdynamo_inline", None)  # what torch.compile takes, too
     if code is None:
         raise TraceError(

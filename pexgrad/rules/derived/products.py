@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _takes(factor: Factor, shape: torch.Size, other: Tensor, inner: int) -> TypeGuard[Outer]:
-    """Whether it goes through a product with `other`, over `inner` numbers, for less than its rows and their product cost."""
+    """Whether to pull it back through a product with `other`, over `inner` numbers, costs less than to build its rows."""
     if not isinstance(factor, Outer) or not factor.is_of_matrices:
         return False
     if not shape[:-2] == other.shape[:-2] == tuple(factor.shape[:-2]):  # one is repeated for each head
