@@ -29,7 +29,7 @@ class Step:
     """An operation on operands whose examples are tracked."""
 
     node: fx.Node
-    read: dict[fx.Node, Layout]  # the operands with examples: one at least
+    read: dict[fx.Node, Layout]  # the operands with examples; where rules are asked, one at least
     own: Set[fx.Node]  # those among them that are nothing but each example's place in the batch
     result: Tensor  # fake; the first of several
     dim: int  # its batch dimension
@@ -97,6 +97,12 @@ def rule_of(node: fx.Node, batch: Any) -> Rule | None:
     return _RULES.get(name)
 
 
+def rule_of_same(node: fx.Node) -> Rule | None:
+    """The rule of an operation whose result has the very numbers of its operand; None for others."""
+    name = operation(node)
+    return _RULES.get(name) if _is_torchs(node.target) and name in _SAME else None
+
+
 def is_alike_for_all(node: fx.Node, batch: Any) -> bool:
     """Whether an operation without examples gives the same to each: one number, random ones, or copies of something."""
     name = operation(node)
@@ -114,12 +120,6 @@ def _name(node: fx.Node) -> str:
     """Of an operation, in place or not."""
     name = operation(node)
     return name if name.startswith("__") else name.removesuffix("_")
-
-
-def rule_of_same(node: fx.Node) -> Rule | None:
-    """The same for operations whose result has the numbers of their operand."""
-    name = operation(node)
-    return _RULES.get(name) if _is_torchs(node.target) and name in _SAME else None
 
 
 def is_index(node: fx.Node) -> bool:
