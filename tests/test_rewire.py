@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -84,6 +85,37 @@ def by_a_global(model):
     of_class(model, lambda self, x: self.head(EVERYWHERE["first"](x).tanh()))
 
 
+def by_a_global_call(model):
+    EVERYWHERE["call"] = model.first.forward
+    model.first.forward = lambda x: EVERYWHERE["call"](x)
+
+
+def by_a_hook(model):
+    EVERYWHERE["model"] = model
+    of_class(model, lambda self, x: self.head(x))
+    model.head.register_forward_pre_hook(lambda module, given: EVERYWHERE["model"].first(*given).tanh())
+
+
+class Program:
+    """What trains a model, and holds it beside what has no copy."""
+
+    def __init__(self, model):
+        self.model, self.lock = model, threading.Lock()
+
+    def hook(self, module, given):
+        return self.model.first(*given).tanh()
+
+
+def by_an_object(model):
+    of_class(model, lambda self, x: self.head(x))
+    model.head.register_forward_pre_hook(Program(model).hook)
+
+
+def by_a_global_object(model):
+    EVERYWHERE["program"] = Program(model)
+    of_class(model, lambda self, x: self.head(EVERYWHERE["program"].hook(self, (x,))))
+
+
 def by_a_function_of_functions(model):
     def inner(x):
         return model.first(x)
@@ -96,7 +128,7 @@ def by_a_function_of_functions(model):
 
 WAYS = [
     by_a_decorator, by_autocast, by_a_partial, by_a_list, by_a_dict, by_a_bound_call, by_a_default, by_a_global,
-    by_a_function_of_functions,
+    by_a_global_call, by_a_hook, by_an_object, by_a_global_object, by_a_function_of_functions,
 ]  # fmt: skip
 
 

@@ -52,17 +52,6 @@ def reached(held: Iterable[Any], kind: type | None = None) -> frozenset[str]:
     return frozenset[str]().union(*map(names_in, code_from(held, kind)))
 
 
-def reaches(kind: type, held: Iterable[Any], own: set[int]) -> bool:
-    """Whether the methods of a module's class, or functions that it holds, find any of these objects among their globals."""
-    for function in code_from([*(f for _, f in of_class(kind)), *map(function_under, held)]):
-        for _, value in _among_globals(function):
-            inside = value.values() if isinstance(value, dict) else value
-            among = inside if isinstance(value, dict | list | tuple) and len(value) <= MANY else ()
-            if any(id(v) in own for v in (value, *among)):
-                return True
-    return False
-
-
 def read_in_forward(kind: type, held: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """What a module's forward, and functions that it holds, find by name: in closures, among globals and in their class."""
     names = set[str]()

@@ -23,8 +23,8 @@ from ..errors import InputError, TraceError
 from .classes import is_users
 from .contents import HOW, plain_attributes
 from .generators import is_generator
-from .reached import reaches
 from .rewire import rewire
+from .walk import walked
 
 
 def shared(value: Any, depth: int = 3) -> Iterator[Any]:
@@ -131,7 +131,7 @@ class Bound:
         """The forward function at these parameters and copies of the buffers, free to be changed."""
         copies = {k: b.detach().clone() for k, b in self.buffers().items()}
         forward = self.at(params, copies)
-        if not _reaches_itself(self._module):
+        if not (isinstance(forward, nn.Module) and _reaches(forward, self._module)):
             return forward
         mode = _Substitution({id(t): (params | copies)[k] for k, t in named_tensors(self._module).items()})
 
@@ -164,10 +164,11 @@ def uncached() -> Iterator[None]:
         parametrize._cache = before if parametrize._cache_enabled else {}
 
 
-def _reaches_itself(model: nn.Module) -> bool:
-    """Whether code of the module finds its tensors or modules among globals, which no copy of the module changes."""
+def _reaches(copied: nn.Module, model: nn.Module) -> bool:
+    """Whether code of a copy finds tensors or modules of the model: among globals, say, which no copy changes."""
     own = {id(v) for v in (*model.modules(), *named_tensors(model).values())}
-    return any(reaches(type(m), plain_attributes(m).values(), own) for m in model.modules())
+    found = walked(copied).found
+    return any(id(v) in own for v in (*found.references, *found.loose.values()))
 
 
 class _Substitution(TorchFunctionMode):
