@@ -59,7 +59,7 @@ def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         for v in shared(plain_attributes(module)):
             memo[id(v)] = v
     for name, t in named_tensors(model).items():
-        memo[id(t)] = tensors.get(name, t)
+        memo[id(t)] = _passing_for(t, tensors[name]) if name in tensors else t
     try:
         try:
             copied = copy.deepcopy(model, made := dict(memo))
@@ -72,6 +72,17 @@ def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
             f"{type(model).__name__} cannot be copied structurally: {type(e).__name__}: {e}; "
             "make it work with copy.deepcopy, or pass a function f(params, x) instead of the module"
         ) from e
+
+
+def _passing_for(t: Tensor, other: Tensor) -> Tensor:
+    """Another tensor, which code may ask whether it is a parameter, and for the attributes of the one that it stands for."""
+    kind, plain = type(t), nn.Parameter.__torch_function__
+    if isinstance(t, nn.Parameter):
+        vars(other)["_is_param"] = True
+        if type(other) is Tensor and issubclass(kind, nn.Parameter) and kind.__torch_function__ is plain:
+            other.__class__ = kind
+    vars(other).update(vars(t))
+    return other
 
 
 def _uncopyable(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, Any]:
@@ -142,9 +153,7 @@ class Bound:
         return substituted
 
     def run(self, params: dict[str, Tensor], x: Any) -> Any:
-        """The output at these parameters; the model may write into what it is given: it gets copies of that."""
-        if self.writes_to_parameters():
-            params = {k: p.clone() for k, p in params.items()}
+        """The output at these parameters, into which the model may write; of the inputs and buffers it gets copies."""
         args, kwargs = trees.as_call(trees.map_tensors(torch.clone, x))
         with uncached():
             return self.fresh(params)(*args, **kwargs)

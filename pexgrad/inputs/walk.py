@@ -101,6 +101,9 @@ class Walk:
                 if vars(m).get(hooks):
                     self._marks.append(hooks)
                     self.values(hooks_of(vars(m), hooks), names)
+            for t in (*m._parameters.values(), *m._buffers.values()):
+                if t is not None and vars(t):  # attributes of a parameter
+                    self.values(((k, v) for k, v in vars(t).items() if k in names(t)), names)
             if id(kind := type(m)) not in self._seen:
                 self._seen.add(id(kind))
                 self.values(of_class(kind), names)
