@@ -281,6 +281,20 @@ def inference_mode_around_parameters(b):
     return two(forward, b)
 
 
+@case("custom_backward")
+def fake_quantised(b):
+    """Weights and activations, by numbers and by tensors, as a whole and by channel."""
+
+    def forward(s, x):
+        h = torch.fake_quantize_per_tensor_affine(s.a(x), 0.1, 3, -4, 7)
+        w = torch.fake_quantize_per_channel_affine(s.b.weight, s.scale, s.zero, 0, -8, 7)
+        h = torch.fake_quantize_per_tensor_affine(F.linear(h.tanh(), w), s.scale[0], s.zero[1], -16, 15)
+        return s.b(torch.fake_quantize_per_channel_affine(h.tanh(), s.scale, s.offset, 1, 0, 15))
+
+    scale, zero = torch.tensor([0.1, 0.2, 0.05, 0.15]).float(), torch.tensor([1, -2, 0, 3]).int()
+    return two(forward, b, scale=nn.Buffer(scale), zero=nn.Buffer(zero), offset=nn.Buffer(scale * 30))
+
+
 # --- backwards of one's own -----------------------------------------------------------------------
 
 
