@@ -289,6 +289,30 @@ def test_bags_scaled_by_frequency():
     assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
 
 
+class Adapted(nn.Module):
+    """Which names what is trained alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.adapter = nn.Linear(4, 5), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.base(x).tanh() + self.adapter(x)
+
+    def named_parameters(self, *args, **kwargs):
+        return ((n, p) for n, p in super().named_parameters(*args, **kwargs) if n.startswith("adapter"))
+
+
+@STRATEGIES
+def test_a_model_that_does_not_name_all_its_parameters(strategy):
+    model, (x, y) = Adapted(), batch()
+    fn = pexgrad.per_example_grad(model, strategy=strategy)
+    for _ in range(2):
+        rows = fn(named(model), x, y)
+        assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+        model.base.weight.data *= 2
+
+
 # --- what a forward asks of its parameters, and does to them ----------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 
@@ -223,6 +224,46 @@ def test_a_module_that_is_hidden(hide, strategy):
     model, x = Distilled(hide), torch.randn(5, 4)
     rows = pexgrad.per_example_grad(model, squares, strategy=strategy)(dict(model.named_parameters()), x)
     assert_rows_equal(rows, rows_of(model, squares, x, torch.zeros(5)))
+
+
+class Scaled(Net):
+    """With a scale that its copies are to go without."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = {"scale": 3.0}
+
+    def forward(self, x):
+        return super().forward(x) * self.table.get("scale", 1.0)
+
+
+class Forgetful(Scaled):
+    def __getstate__(self):
+        return {**vars(self), "table": {}}
+
+
+class Remade(Scaled):
+    def __deepcopy__(self, memo):
+        other = Remade()
+        other.first, other.head = copy.deepcopy((self.first, self.head), memo)
+        other.table.clear()
+        return other
+
+
+class Single(Scaled):
+    def __deepcopy__(self, memo):
+        return self
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", [Forgetful, Remade, Single])
+def test_classes_with_ways_of_their_own_to_be_copied(kind, inside, strategy):
+    model, x = kind(), torch.randn(5, 4)
+    model = nn.Sequential(nn.Linear(4, 4), model) if inside else model
+    rows = pexgrad.per_example_grad(model, squares, strategy=strategy)(dict(model.named_parameters()), x)
+    assert_rows_equal(rows, rows_of(model, squares, x, torch.zeros(5)))
+    assert all(m.table for m in model.modules() if isinstance(m, Scaled))
 
 
 class Tanh(nn.Module):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ..base import trees
 from ..errors import InputError, TraceError
-from .classes import is_users
+from .classes import is_users, own_members
 from .contents import HOW, plain_attributes
 from .generators import is_generator
 from .rewire import rewire
@@ -62,9 +62,9 @@ def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         memo[id(t)] = _passing_for(t, tensors[name]) if name in tensors else t
     try:
         try:
-            copied = copy.deepcopy(model, made := dict(memo))
+            copied = _copied(model, made := dict(memo))
         except Exception:  # noqa: BLE001 - a lock, a generator, a handle: whatever cannot be copied is shared
-            copied = copy.deepcopy(model, made := memo | _uncopyable(model, memo))
+            copied = _copied(model, made := memo | _uncopyable(model, memo))
         rewire(copied, made)
         return copied
     except Exception as e:
@@ -72,6 +72,18 @@ def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
             f"{type(model).__name__} cannot be copied structurally: {type(e).__name__}: {e}; "
             "make it work with copy.deepcopy, or pass a function f(params, x) instead of the module"
         ) from e
+
+
+_OWN_WAYS = ("__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy`, past what classes of the user's say of it: they may leave something out, for a file say."""
+    own = [m for m in model.modules() if id(m) not in memo and own_members(type(m)).keys() & set(_OWN_WAYS)]
+    memo |= {id(m): object.__new__(type(m)) for m in own}
+    for m in own:
+        vars(memo[id(m)]).update(copy.deepcopy(vars(m), memo))
+    return copy.deepcopy(model, memo)
 
 
 def _passing_for(t: Tensor, other: Tensor) -> Tensor:
@@ -100,8 +112,8 @@ def _uncopyable(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, then buffers, by name; a tied one once."""
-    return dict(model.named_parameters()) | dict(model.named_buffers())
+    """Parameters, then buffers, by name; a tied one once. A class's own `named_parameters()` may leave some out."""
+    return dict(nn.Module.named_parameters(model)) | dict(nn.Module.named_buffers(model))
 
 
 class Bound:
@@ -121,11 +133,11 @@ class Bound:
 
     def parameters(self) -> dict[str, Tensor]:
         """The module's own parameters; nothing for a function."""
-        return dict(self._module.named_parameters())
+        return dict(nn.Module.named_parameters(self._module))
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers; nothing for a function."""
-        return dict(self._module.named_buffers())
+        return dict(nn.Module.named_buffers(self._module))
 
     def writes_to_parameters(self) -> bool:
         """Whether a forward changes parameters in place, as embeddings with `max_norm` do."""
