@@ -551,9 +551,12 @@ def test_torchscript_without_its_code_is_refused():
 
 
 def test_an_operation_of_which_torch_knows_no_shape():
-    model = Net(
-        lambda s, x: torch.fake_quantize_per_tensor_affine(s.lin(x), 0.1, 0, -8, 7), lin=nn.Linear(4, 3)
-    )
+    def forward(s, x):
+        return torch._fake_quantize_learnable_per_tensor_affine(
+            s.lin(x), s.scale.float(), s.scale.float(), 0, 7, 1.0
+        )
+
+    model = Net(forward, lin=nn.Linear(4, 3), scale=nn.Buffer(torch.ones(1)))
     with pytest.raises(
         pexgrad.TraceError, match=r"torch knows no shape of its result: use strategy=\"naive\""
     ):
