@@ -287,3 +287,141 @@ def test_bags_scaled_by_frequency():
     x, y = torch.tensor([[0, 1, 2], [3, 4, 5], [1, 1, 2]]), labels(3)
     rows = pexgrad.per_example_grad(model)(named(model), x, y)
     assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+
+
+class Adapted(nn.Module):
+    """Which names what is trained alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.adapter = nn.Linear(4, 5), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.base(x).tanh() + self.adapter(x)
+
+    def named_parameters(self, *args, **kwargs):
+        return ((n, p) for n, p in super().named_parameters(*args, **kwargs) if n.startswith("adapter"))
+
+
+@STRATEGIES
+def test_a_model_that_does_not_name_all_its_parameters(strategy):
+    model, (x, y) = Adapted(), batch()
+    fn = pexgrad.per_example_grad(model, strategy=strategy)
+    for _ in range(2):
+        rows = fn(named(model), x, y)
+        assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+        model.base.weight.data *= 2
+
+
+# --- what a forward asks of its parameters, and does to them ----------------------------------------
+
+
+class Gain(nn.Parameter):
+    pass
+
+
+def scaled(forward, gain=None):
+    gain = nn.Parameter(torch.tensor(2.0)) if gain is None else gain
+    return Net(lambda s, x: s.lin(x) * forward(s), lin=nn.Linear(4, 5), gain=gain)
+
+
+ASKED = {
+    "isinstance": lambda s: s.gain if isinstance(s.gain, nn.Parameter) else 3 * s.gain,
+    "registered": lambda s: s.get_parameter("gain"),
+    "leaf": lambda s: s.gain if s.gain.is_leaf else 3 * s.gain,
+    "attribute": lambda s: s.gain * getattr(s.gain, "power", 1.0),
+}
+
+
+@pytest.mark.parametrize("strategy", ["crb", "naive"])
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_a_forward_asks_of_a_parameter(asked, strategy):
+    model, (x, y) = scaled(ASKED[asked]), batch()
+    model.gain.power = 4.0
+    fn = pexgrad.per_example_grad(model, strategy=strategy)
+    assert_rows_equal(fn(named(model), x, y), rows_of(model, F.cross_entropy, x, y))
+    model.gain.power = 5.0
+    assert_rows_equal(fn(named(model), x, y), rows_of(model, F.cross_entropy, x, y))
+
+
+@STRATEGIES
+def test_attributes_of_a_buffer(strategy):
+    model, (x, y) = scaled(lambda s: s.lin.bias if isinstance(s.fixed, nn.Buffer) else 3.0), batch()
+    model.fixed = nn.Buffer(torch.ones(()))
+    rows = pexgrad.per_example_grad(model, strategy=strategy)(named(model), x, y)
+    assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+
+
+def test_attributes_of_a_parameter_that_no_code_reads():
+    model, (x, y) = net(), batch()
+    fn = pexgrad.per_example_grad(model)
+    for step in range(3):
+        model[0].weight.seen = torch.full((step + 1,), step)
+        fn(named(model), x, y)
+    assert fn.trace_count == 1
+
+
+def test_a_class_of_parameters_is_seen_by_a_loop_alone():
+    def forward(s):
+        return s.gain if type(s.gain) is Gain else 3 * s.gain
+
+    model, (x, y) = scaled(forward, Gain(torch.tensor(2.0))), batch()
+    rows = pexgrad.per_example_grad(model, strategy="naive")(named(model), x, y)
+    assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+    with pytest.raises(pexgrad.VerificationError, match="the loss differs from the definition"):
+        pexgrad.per_example_grad(model)(named(model), x, y)
+
+
+def clamped(lin):
+    with torch.no_grad():
+        lin.weight.clamp_(-0.1, 0.1)
+
+
+def zeroed_in_part(lin):
+    with torch.no_grad():
+        lin.weight[:, 0] = 0
+        lin.bias.zero_()
+
+
+def normalised_through_data(lin):
+    lin.weight.data /= lin.weight.data.norm(dim=1, keepdim=True)
+
+
+def given_other_data(lin):
+    lin.weight.data = torch.renorm(lin.weight.data, 2, 0, 0.3)
+
+
+WRITES = [clamped, zeroed_in_part, normalised_through_data, given_other_data]
+
+
+@STRATEGIES
+@pytest.mark.parametrize("write", WRITES)
+def test_a_forward_that_writes_to_its_parameters(write, strategy):
+    model, (x, y) = net(), batch()
+    before = {name: p.detach().clone() for name, p in named(model).items()}
+    model[0].register_forward_pre_hook(lambda lin, given: write(lin))
+    rows = pexgrad.per_example_grad(model, strategy=strategy)(named(model), x, y)
+    for name, p in named(model).items():
+        assert torch.equal(p, before[name]), "a call leaves the model as it is"
+    assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+
+
+@pytest.mark.parametrize("strategy", ["multi", "naive"])
+def test_parameters_written_to_behind_their_use(strategy):
+    """Each example finds them as they were."""
+    model, (x, y) = net(), batch()
+    model[0].register_forward_hook(lambda lin, given, out: clamped(lin))
+    rows = pexgrad.per_example_grad(model, strategy=strategy)(named(model), x, y)
+    assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
+
+
+def test_data_of_another_shape():
+    def forward(s, x):
+        s.lin.weight.data = s.lin.weight.data[:3]
+        return s.lin(x)
+
+    model, (x, _) = Net(forward, lin=nn.Linear(4, 5, bias=False)), batch()
+    with pytest.raises(
+        pexgrad.TraceError, match=r"is given other data of shape \(3, 4\) in torch.float64 for \(5, 4\)"
+    ):
+        pexgrad.per_example_grad(model, wave)(named(model), x)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import threading
 import types
 
 import pytest
@@ -100,6 +102,37 @@ def by_a_list_of_partials(model):
     of_class(model, lambda self, x: self.head(calls[0](x).tanh()))
 
 
+def by_a_global_call(model):
+    EVERYWHERE["call"] = model.first.forward
+    model.first.forward = lambda x: EVERYWHERE["call"](x)
+
+
+def by_a_hook(model):
+    EVERYWHERE["model"] = model
+    of_class(model, lambda self, x: self.head(x))
+    model.head.register_forward_pre_hook(lambda module, given: EVERYWHERE["model"].first(*given).tanh())
+
+
+class Program:
+    """What trains a model, and holds it beside what has no copy."""
+
+    def __init__(self, model):
+        self.model, self.lock = model, threading.Lock()
+
+    def hook(self, module, given):
+        return self.model.first(*given).tanh()
+
+
+def by_an_object(model):
+    of_class(model, lambda self, x: self.head(x))
+    model.head.register_forward_pre_hook(Program(model).hook)
+
+
+def by_a_global_object(model):
+    EVERYWHERE["program"] = Program(model)
+    of_class(model, lambda self, x: self.head(EVERYWHERE["program"].hook(self, (x,))))
+
+
 def by_a_function_of_functions(model):
     def inner(x):
         return model.first(x)
@@ -112,7 +145,8 @@ def by_a_function_of_functions(model):
 
 WAYS = [
     by_a_decorator, by_autocast, by_a_partial, by_a_list, by_a_dict, by_a_bound_call, by_a_default, by_a_global,
-    by_a_global_in_a_global, by_a_namespace, by_a_list_of_partials, by_a_function_of_functions,
+    by_a_global_call, by_a_global_in_a_global, by_a_namespace, by_a_list_of_partials, by_a_hook, by_an_object, by_a_global_object,
+    by_a_function_of_functions,
 ]  # fmt: skip
 
 
@@ -207,6 +241,46 @@ def test_a_module_that_is_hidden(hide, strategy):
     model, x = Distilled(hide), torch.randn(5, 4)
     rows = pexgrad.per_example_grad(model, squares, strategy=strategy)(dict(model.named_parameters()), x)
     assert_rows_equal(rows, rows_of(model, squares, x, torch.zeros(5)))
+
+
+class Scaled(Net):
+    """With a scale that its copies are to go without."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = {"scale": 3.0}
+
+    def forward(self, x):
+        return super().forward(x) * self.table.get("scale", 1.0)
+
+
+class Forgetful(Scaled):
+    def __getstate__(self):
+        return {**vars(self), "table": {}}
+
+
+class Remade(Scaled):
+    def __deepcopy__(self, memo):
+        other = Remade()
+        other.first, other.head = copy.deepcopy((self.first, self.head), memo)
+        other.table.clear()
+        return other
+
+
+class Single(Scaled):
+    def __deepcopy__(self, memo):
+        return self
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", [Forgetful, Remade, Single])
+def test_classes_with_ways_of_their_own_to_be_copied(kind, inside, strategy):
+    model, x = kind(), torch.randn(5, 4)
+    model = nn.Sequential(nn.Linear(4, 4), model) if inside else model
+    rows = pexgrad.per_example_grad(model, squares, strategy=strategy)(dict(model.named_parameters()), x)
+    assert_rows_equal(rows, rows_of(model, squares, x, torch.zeros(5)))
+    assert all(m.table for m in model.modules() if isinstance(m, Scaled))
 
 
 class Tanh(nn.Module):

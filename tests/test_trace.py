@@ -190,11 +190,21 @@ def test_a_batch_size_made_a_plain_number_is_refused_with_the_line():
         pexgrad.per_example_grad(model)(named(model), torch.randn(3, 2, 3), labels(3))
 
 
-def test_a_function_of_torch_that_fixes_the_batch_size():
-    model = Net(lambda s, x: torch.kron(s.lin(x), torch.ones(1, 2)), lin=nn.Linear(6, 5))
-    with pytest.raises(
-        pexgrad.TraceError, match=r"a function of torch that the model calls turns .* simpler operations"
-    ):
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda s, x: torch.kron(s.lin(x), torch.ones(1, 2)),
+        lambda s, x: torch.stack([s.lin(row) for row in x]),
+        lambda s, x: torch.stack([s.lin(row) for row in x.unbind()]),
+    ],
+    ids=["kron", "iteration", "unbind"],
+)
+def test_a_function_of_torch_that_fixes_the_batch_size(forward):
+    model = Net(forward, lin=nn.Linear(6, 5))
+    match = (
+        r"a function of torch that the model calls \(at .*test_trace.py:\d+\) turns .* loop over the examples"
+    )
+    with pytest.raises(pexgrad.TraceError, match=match):
         pexgrad.per_example_grad(model)(named(model), torch.randn(3, 6), labels(3))
 
 
@@ -541,9 +551,12 @@ def test_torchscript_without_its_code_is_refused():
 
 
 def test_an_operation_of_which_torch_knows_no_shape():
-    model = Net(
-        lambda s, x: torch.fake_quantize_per_tensor_affine(s.lin(x), 0.1, 0, -8, 7), lin=nn.Linear(4, 3)
-    )
+    def forward(s, x):
+        return torch._fake_quantize_learnable_per_tensor_affine(
+            s.lin(x), s.scale.float(), s.scale.float(), 0, 7, 1.0
+        )
+
+    model = Net(forward, lin=nn.Linear(4, 3), scale=nn.Buffer(torch.ones(1)))
     with pytest.raises(
         pexgrad.TraceError, match=r"torch knows no shape of its result: use strategy=\"naive\""
     ):

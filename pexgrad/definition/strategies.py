@@ -1,7 +1,7 @@
 """The strategies of the paper that take any model: `naive`, the loop, and `multi`, one alias of the parameters per example.
 
 Both follow the definition with the module's own code: row b is the gradient of loss(model(x_b), y_b).sum()
-at a batch of one.
+at a batch of one. The first example runs at copies of the parameters, and so do the others where it has written into these.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ def _example_loss(model: Bound, losses: LossFunction, one: Call) -> Tensor:
     return losses.of_each(lambda _: (output, one.y), 1)[0]
 
 
+def _has_written(given: Call, at: Call) -> bool:
+    """Whether a run has changed the copies of the parameters that it was given."""
+    return not all(torch.equal(given.params[k], p) for k, p in at.params.items())
+
+
 def grad_or_zeros(loss: Tensor, leaves: list[Tensor], create_graph: bool = False) -> list[Tensor]:
     """The gradient with respect to each leaf, dense; zeros where the loss does not depend on it."""
     if not loss.requires_grad:
@@ -33,28 +38,33 @@ def grad_or_zeros(loss: Tensor, leaves: list[Tensor], create_graph: bool = False
 
 def naive(model: Bound, loss: LossFunction, at: Call, create_graph: bool = False) -> Jacobian:
     """One example at a time: the definition."""
-    losses, rows = [], []
+    losses, rows, writes = [], [], True
     with torch.enable_grad():
         for b in range(at.batch):
-            value = _example_loss(model, loss, at.examples(b, b + 1))
+            one = at.examples(b, b + 1)
+            given = one.copied() if writes else one
+            value = _example_loss(model, loss, given)
             if not b:
-                refuse_reading_parameters(value, at)
-            rows.append(grad_or_zeros(value, [at.params[k] for k in at.trainable], create_graph))
+                refuse_reading_parameters(value, given)
+                writes = model.writes_to_parameters() or _has_written(given, at)
+            rows.append(grad_or_zeros(value, [given.params[k] for k in at.trainable], create_graph))
             losses.append(value if create_graph else value.detach())
-    _refuse_inner_backward(at)
+            _refuse_inner_backward(given)
     return _stacked(losses, rows, at, create_graph)
 
 
 def multi(model: Bound, loss: LossFunction, at: Call, create_graph: bool = False) -> Jacobian:
-    """Every example with its own aliases of the parameters, views and not copies; one backward through the sum."""
-    losses, aliases = [], []
+    """Every example with its own aliases of the parameters, views and not copies of most; one backward through the sum."""
+    losses, aliases, writes = [], [], True
     with torch.enable_grad():
         for b in range(at.batch):
-            mine = {k: p.view_as(p) for k, p in at.params.items()}
-            losses.append(_example_loss(model, loss, at.examples(b, b + 1).at(mine)))
+            mine = at.examples(b, b + 1).at({k: p.view_as(p) for k, p in at.params.items()})
+            given = mine.copied() if writes else mine
+            losses.append(_example_loss(model, loss, given))
             if not b:
-                refuse_reading_parameters(losses[0], at)
-            aliases.append([mine[k] for k in at.trainable])
+                refuse_reading_parameters(losses[0], given)
+                writes = model.writes_to_parameters() or _has_written(given, at)
+            aliases.append([mine.params[k] for k in at.trainable])
         flat = [a for mine in aliases for a in mine]
         grads = grad_or_zeros(torch.stack(losses).sum(), flat, create_graph)
     _refuse_inner_backward(at)

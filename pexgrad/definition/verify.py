@@ -58,9 +58,10 @@ def _refuse_comparing(model: Bound, loss: LossFunction, at: Call, want: Jacobian
     if at.batch < 2 or any(bool(r.any()) for r in small_first):
         return
     try:
+        given = at.copied()
         with torch.enable_grad():
-            value = loss.loss(model.run(at.params, at.x), at.y).sum()
-        params = [at.params[k] for k in at.trainable]
+            value = loss.loss(model.run(given.params, at.x), at.y).sum()
+        params = [given.params[k] for k in at.trainable]
         grads = torch.autograd.grad(value, params, allow_unused=True)
     except Exception:  # noqa: BLE001 - it may take single examples only
         return
@@ -164,12 +165,13 @@ def _copies_agree(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at:
 
 
 def _copies_agree_on(row: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Call) -> bool:
+    given = at.copied()
     with torch.enable_grad():
-        tensors = trees.tensors(model.run(at.params, at.x))
+        tensors = trees.tensors(model.run(given.params, at.x))
         if len(tensors) != len(pipeline.losses.outputs.layouts):
             return False
         part = pipeline.losses(tensors, at.y, at.batch).sum() / at.batch
-        want = dict(zip(row, grad_or_zeros(part, [at.params[k] for k in row]), strict=True))
+        want = dict(zip(row, grad_or_zeros(part, [given.params[k] for k in row]), strict=True))
     return largest_error(row, want, pipeline.trace.rounds_to_half()) is None
 
 

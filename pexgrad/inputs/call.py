@@ -91,6 +91,14 @@ class Call:
             }
         )
 
+    def copied(self) -> Call:
+        """The same at copies of the parameters, into which a model may write: leaves where these are."""
+
+        def copy(p: Tensor) -> Tensor:
+            return p.detach().clone().requires_grad_(p.requires_grad) if p.is_leaf else p.clone()
+
+        return self.at({k: copy(p) for k, p in self.params.items()})
+
     def with_inputs(self, f: Callable[[Tensor], Tensor]) -> Call:
         """The same with `f` of every tensor of `x`."""
         return replace(self, x=trees.map_tensors(f, self.x))

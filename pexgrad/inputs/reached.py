@@ -53,13 +53,6 @@ def reached(held: Iterable[Any], kind: type | None = None) -> frozenset[str]:
     return frozenset[str]().union(*map(names_in, code_from(held, kind)))
 
 
-def reaches(kind: type, held: Iterable[Any], own: set[int]) -> bool:
-    """Whether the methods of a module's class, or functions that it holds, find any of these objects among their globals."""
-    functions = code_from([*(f for _, f in of_class(kind)), *map(function_under, held)])
-    found = (value for f in functions for _, value in _among_globals(f))
-    return any(id(part) in own for value in found for part in parts_of(value))
-
-
 def read_in_forward(kind: type, held: Iterable[Any]) -> tuple[frozenset[str], list[tuple[str, Any]]]:
     """The names in a module's forward and in functions that it holds, and what they find: beside these and in their class."""
     functions = [*code_from([getattr(kind, "forward", None), *map(function_under, held)], kind)]

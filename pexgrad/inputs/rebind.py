@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_map
 
 from ..base import trees
 from ..errors import InputError, TraceError
-from .classes import is_users
+from .classes import is_users, own_members
 from .contents import plain_attributes
 from .generators import is_generator
-from .reached import reaches
 from .rewire import rewire
+from .walk import walked
 
 
 def shared(value: Any, depth: int = 3) -> Iterator[Any]:
@@ -59,12 +59,12 @@ def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         for v in shared(plain_attributes(module)):
             memo[id(v)] = v
     for name, t in named_tensors(model).items():
-        memo[id(t)] = tensors.get(name, t)
+        memo[id(t)] = _passing_for(t, tensors[name]) if name in tensors else t
     try:
         try:
-            copied = copy.deepcopy(model, made := dict(memo))
+            copied = _copied(model, made := dict(memo))
         except Exception:  # noqa: BLE001 - a lock, a generator, a handle: whatever cannot be copied is shared
-            copied = copy.deepcopy(model, made := memo | _uncopyable(model, memo))
+            copied = _copied(model, made := memo | _uncopyable(model, memo))
         rewire(copied, made)
         return copied
     except Exception as e:
@@ -72,6 +72,29 @@ def rebind(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
             f"{type(model).__name__} cannot be copied structurally: {type(e).__name__}: {e}; "
             "make it work with copy.deepcopy, or pass a function f(params, x) instead of the module"
         ) from e
+
+
+_OWN_WAYS = ("__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy`, past what classes of the user's say of it: they may leave something out, for a file say."""
+    own = [m for m in model.modules() if id(m) not in memo and own_members(type(m)).keys() & set(_OWN_WAYS)]
+    memo |= {id(m): object.__new__(type(m)) for m in own}
+    for m in own:
+        vars(memo[id(m)]).update(copy.deepcopy(vars(m), memo))
+    return copy.deepcopy(model, memo)
+
+
+def _passing_for(t: Tensor, other: Tensor) -> Tensor:
+    """Another tensor, which code may ask whether it is a parameter, and for the attributes of the one that it stands for."""
+    kind, plain = type(t), nn.Parameter.__torch_function__
+    if isinstance(t, nn.Parameter):
+        vars(other)["_is_param"] = True
+        if type(other) is Tensor and issubclass(kind, nn.Parameter) and kind.__torch_function__ is plain:
+            other.__class__ = kind
+    vars(other).update(vars(t))
+    return other
 
 
 def _uncopyable(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, Any]:
@@ -89,8 +112,8 @@ def _uncopyable(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, then buffers, by name; a tied one once."""
-    return dict(model.named_parameters()) | dict(model.named_buffers())
+    """Parameters, then buffers, by name; a tied one once. A class's own `named_parameters()` may leave some out."""
+    return dict(nn.Module.named_parameters(model)) | dict(nn.Module.named_buffers(model))
 
 
 class Bound:
@@ -110,11 +133,11 @@ class Bound:
 
     def parameters(self) -> dict[str, Tensor]:
         """The module's own parameters; nothing for a function."""
-        return dict(self._module.named_parameters())
+        return dict(nn.Module.named_parameters(self._module))
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers; nothing for a function."""
-        return dict(self._module.named_buffers())
+        return dict(nn.Module.named_buffers(self._module))
 
     def writes_to_parameters(self) -> bool:
         """Whether a forward changes parameters in place, as embeddings with `max_norm` do."""
@@ -131,7 +154,7 @@ class Bound:
         """The forward function at these parameters and copies of the buffers, free to be changed."""
         copies = {k: b.detach().clone() for k, b in self.buffers().items()}
         forward = self.at(params, copies)
-        if not _reaches_itself(self._module):
+        if not (isinstance(forward, nn.Module) and _reaches(forward, self._module)):
             return forward
         mode = _Substitution({id(t): (params | copies)[k] for k, t in named_tensors(self._module).items()})
 
@@ -142,9 +165,7 @@ class Bound:
         return substituted
 
     def run(self, params: dict[str, Tensor], x: Any) -> Any:
-        """The output at these parameters; the model may write into what it is given: it gets copies of that."""
-        if self.writes_to_parameters():
-            params = {k: p.clone() for k, p in params.items()}
+        """The output at these parameters, into which the model may write; of the inputs and buffers it gets copies."""
         args, kwargs = trees.as_call(trees.map_tensors(torch.clone, x))
         with uncached():
             return self.fresh(params)(*args, **kwargs)
@@ -164,10 +185,11 @@ def uncached() -> Iterator[None]:
         parametrize._cache = before if parametrize._cache_enabled else {}
 
 
-def _reaches_itself(model: nn.Module) -> bool:
-    """Whether code of the module finds its tensors or modules among globals, which no copy of the module changes."""
+def _reaches(copied: nn.Module, model: nn.Module) -> bool:
+    """Whether code of a copy finds tensors or modules of the model: among globals, say, which no copy changes."""
     own = {id(v) for v in (*model.modules(), *named_tensors(model).values())}
-    return any(reaches(type(m), plain_attributes(m).values(), own) for m in model.modules())
+    found = walked(copied).found
+    return any(id(v) in own for v in (*found.references, *found.loose.values()))
 
 
 class _Substitution(TorchFunctionMode):

@@ -87,6 +87,7 @@ class Walk:
         self._seen: set[Any] = set(map(id, around))
         self._reached: dict[Any, frozenset[str]] = {}  # names, by class and the names that code reads it by
         self._tensors: dict[int, int] = {}  # the number of each, in the order in which they were met
+        self._with_attributes: list[Tensor] = []  # parameters and buffers that somebody has given some
 
     def modules(self, root: nn.Module, *, named: bool) -> None:
         """A module and those in it; parameters and buffers by name, or as loose tensors."""
@@ -103,6 +104,10 @@ class Walk:
             if id(kind := type(m)) not in self._seen:
                 self._seen.add(id(kind))
                 self.values(of_class(kind), names)
+            self._marks.append(END)
+        while self._with_attributes:
+            t = self._with_attributes.pop()
+            self.values(((k, v) for k, v in t.__dict__.items() if k in names(t)), names)
             self._marks.append(END)
 
     def _tree(self, m: nn.Module, prefix: str, modules: list[nn.Module], *, named: bool) -> None:
@@ -121,6 +126,8 @@ class Walk:
                     into[prefix + name] = t
                 else:
                     self._tensor(t)
+                if t is not None and t.__dict__:
+                    self._with_attributes.append(t)
         for name, child in m._modules.items():
             self._marks.append(intern(str(name)))
             if child is None:

@@ -45,7 +45,7 @@ def rewrite(trace: Trace, call: Call) -> list[bool]:
     trace.graph.eliminate_dead_code()
     _adopt_parameters(trace, call)
     _protect(trace)
-    flow = analyse(trace, set(call.trainable))
+    flow = _settle_hidden_writes(trace, set(call.trainable))
     for node in list(trace.graph.nodes):
         if parameter_operands(node, flow) and not _expand_operands(node, flow, trace):
             _make_functional(node, trace)
@@ -89,6 +89,24 @@ def _protect(trace: Trace) -> None:
             with trace.graph.inserting_before(first if node.op == "placeholder" else node.next):
                 clone = insert(trace, aten.clone.default, (node,), like=node)
             use_instead(clone, node)
+
+
+def _settle_hidden_writes(trace: Trace, trainable: set[str]) -> Flow:
+    """Let what uses a parameter behind a write with gradients off use it itself: for autograd it is the same value as before."""
+    flow = analyse(trace, trainable)
+    hidden = [n for n in trace.graph.nodes if not flow.grad_enabled[n] and _gives_back_what_it_writes_to(n)]
+    for node in hidden:
+        (target,) = mutated_operands(node)
+        if flow.operands[node][target].params:
+            node.replace_all_uses_with(target)
+    return analyse(trace, trainable) if hidden else flow
+
+
+def _gives_back_what_it_writes_to(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload) or len(node.target._schema.returns) != 1:
+        return False
+    alias = node.target._schema.returns[0].alias_info
+    return alias is not None and alias.is_write
 
 
 def _settle_outputs(trace: Trace, flow: Flow) -> list[bool]:

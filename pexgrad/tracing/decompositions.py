@@ -17,6 +17,7 @@ from ..base.source import calling_line
 from ..errors import ANY_MODEL, TraceError
 from .contractions import CONTRACTIONS
 from .lookups import LOOKUPS
+from .quantised import QUANTISED
 from .squeezes import SQUEEZES
 from .unrolled import over_time
 
@@ -161,5 +162,6 @@ DECOMPOSITIONS = {
     aten._pack_padded_sequence.default: refuse_packing,
     **LOOKUPS,
     **CONTRACTIONS,
+    **QUANTISED,
     **SQUEEZES,
 }

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ..base import trees
+from ..base.memory import storage_of
 from ..base.modes import inside_transform
 from ..base.nodes import use_instead
 from ..base.source import calling_line
@@ -135,7 +136,10 @@ def _attaching(hooks: dict[int, Any], register: Callable[..., Any]) -> Callable[
 
 @contextlib.contextmanager
 def traced_data() -> Iterator[None]:
-    """Trace `x.data` as `x.detach()`: torch makes it behind the back of everything that records operations."""
+    """Trace `x.data` as `x.detach()`, and `x.data = y` as the value y with the gradients of x.
+
+    torch makes both behind the back of everything that records operations.
+    """
     plain = torch._C.TensorBase.data
 
     def get(self: Tensor) -> Tensor:
@@ -145,8 +149,29 @@ def traced_data() -> Iterator[None]:
             else plain.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
         )
 
-    with mock.patch.object(Tensor, "data", property(get, plain.__set__), create=True):  # pyright: ignore[reportAttributeAccessIssue]
+    def set_(self: Tensor, data: Tensor) -> None:
+        mode = get_proxy_mode()
+        if mode is not None and isinstance(self, FakeTensor) and not _is_same_memory(self, data):
+            if data.shape != self.shape or data.dtype != self.dtype:
+                raise TraceError(
+                    f"x.data (at {calling_line()}) is given other data of shape {tuple(data.shape)} in {data.dtype} for "
+                    f"{tuple(self.shape)} in {self.dtype}, which a graph cannot follow; use a new tensor, or {ANY_MODEL}"
+                )
+            with torch.enable_grad():
+                data = self - self.detach() + data.detach()  # the first two are zero
+            proxy: Any = mode.tracer.unwrap_proxy(data)
+            track_tensor_tree(self, proxy, constant=None, tracer=mode.tracer)
+        with torch._C.DisableTorchFunction():  # which would come here again
+            plain.__set__(self, data)  # pyright: ignore[reportAttributeAccessIssue]
+
+    with mock.patch.object(Tensor, "data", property(get, set_), create=True):
         yield
+
+
+def _is_same_memory(t: Tensor, data: Tensor) -> bool:
+    """Whether one is the other, or a view of all of it, as in `x.data *= 2`."""
+    mine, other = ((storage_of(v), v.storage_offset(), v.shape, v.stride()) for v in (t, data))
+    return mine == other
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -68,6 +68,7 @@ class Reader:
         self.given: dict[tuple[sympy.Basic, type[Answer]], tuple[Reading, Answer]] = {}
         self.numbers: list[Any] = []  # what took a number out of any tensor, constants included
         self.fixed_at = ""  # the last line that asked for the batch size itself, or compared it with a number
+        self.fixed_in = ""  # the first line that called a function which did
 
     def answer(self, asked: sympy.Basic, kind: type[Answer]) -> Answer | None:
         """The answer; None where it is not for numbers read from tensors that are asked."""
@@ -155,8 +156,11 @@ def answering(reader: Reader, running: list[None]) -> Iterator[None]:
     def patched(plain: Callable[[SymNode, str, int], Answer], kind: type[Answer]) -> Callable[..., Answer]:
         def guard(self: SymNode, file: str, line: int) -> Answer:
             answer = None if running else reader.answer(self.expr, kind)
-            if not running and self.expr.free_symbols == {reader.batch}:
-                reader.fixed_at = calling_line()
+            if self.expr.free_symbols == {reader.batch}:
+                if not running:
+                    reader.fixed_at = calling_line()
+                elif kind is int:
+                    reader.fixed_in = reader.fixed_in or calling_line()
             return plain(self, file, line) if answer is None else answer
 
         return guard

@@ -43,8 +43,8 @@ def rehearsed(model: Bound, call: Call, tracing: Callable[[], Trace]) -> Trace:
 
 def _rehearse(model: Bound, call: Call) -> list[torch.Generator] | None:
     """Run the model on the first example; the generators that it drew from, or None where it does not take one example."""
-    params = {k: p.detach() for k, p in call.params.items()}
     for gradients in (torch.no_grad, torch.enable_grad):  # which a model that takes derivatives fails without
+        params = {k: p.detach().clone() for k, p in call.params.items()}
         noting = _Noting()
         with noting, gradients(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -136,7 +136,7 @@ def _trace(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = F
     settle_hooks(gm.graph)  # one that was registered last has no use yet
     gm.graph.eliminate_dead_code()
     reader.settle(gm)
-    _refuse_fixed_batch(env, batch, reader.fixed_at, below=below)
+    _refuse_fixed_batch(env, batch, reader, below=below)
     _refuse_shapes_of_data(gm.graph, batch)
     _refuse_escaped(gm)
     if not seen["leaves"] or FROM_GRAPH not in seen["leaves"]:
@@ -185,14 +185,19 @@ def _recorded(run: Callable[..., list[Tensor]], fakes: list[Tensor], *, below: b
 _NO_GRAPH = "control flow or shapes that depend on data cannot be traced"
 
 
-def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, fixed_at: str, *, below: bool) -> None:
+def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, reader: Reader, *, below: bool) -> None:
     if batch not in env.replacements:
         return
-    who = f"the model (at {fixed_at})" if fixed_at else "a function of torch that the model calls"
-    by_code = "keep it as x.shape[0] or len(x), without int(), range() or a loop over the examples"
-    remedy = FORMS if below else by_code if fixed_at else "write it out in simpler operations"
+    by_code, inside = reader.fixed_at, f" (at {reader.fixed_in})" if reader.fixed_in else ""
+    who = f"the model (at {by_code})" if by_code else f"a function of torch that the model calls{inside}"
+    remedy = (
+        "keep it as x.shape[0] or len(x), without int(), range() or a loop over the examples"
+        if by_code
+        else "write it out in simpler operations, without a loop over the examples"
+    )
     raise TraceError(
-        f"{who} turns the batch size into a plain number, so that its graph holds for one batch size only; {remedy}; {ANY_MODEL}"
+        f"{who} turns the batch size into a plain number, so that its graph holds for one batch size only; "
+        f"{FORMS if below else remedy}; {ANY_MODEL}"
     )
 
 

@@ -148,6 +148,56 @@ def embedding_written_in_place(b):
     return net, torch.arange(b * 5).view(b, 5) % 7, None, wave
 
 
+# --- behind autograd's back -------------------------------------------------------------------------
+
+
+@case("inplace", "conv")
+def kernel_held_to_a_norm(b):
+    """As in EEGNet: the gradient is that of what is used, and goes to what it was made of as it is."""
+
+    def forward(s, x):
+        s.conv.weight.data = torch.renorm(s.conv.weight.data, p=2, dim=0, maxnorm=0.5)
+        return s.head(s.conv(x).tanh().flatten(1))
+
+    net = Net(forward, conv=nn.Conv1d(2, 3, 2), head=nn.Linear(12, 4))
+    return net, torch.randn(b, 2, 5), None, wave
+
+
+@case("inplace")
+def weight_that_is_its_signs_for_a_while(b):
+    def forward(s, x):
+        real = s.a.weight.data
+        s.a.weight.data = real.sign()
+        h = s.a(x)
+        s.a.weight.data = real
+        return s.b(h) + s.a(x)
+
+    return two(forward, b)
+
+
+@case("inplace")
+def values_that_are_given_other_data(b):
+    def forward(s, x):
+        x.data = x.data.round()
+        h = s.a(x)
+        with torch.no_grad():
+            h.data = h.clamp(-0.5, 0.5)
+        return s.b(h)
+
+    return two(forward, b)
+
+
+@case("inplace")
+def weights_clamped_and_masked(b):
+    def forward(s, x):
+        s.a.weight.data.clamp_(-0.2, 0.2)
+        s.a.bias.data[1:].zero_()
+        s.b.weight.data *= s.mask
+        return s.b(s.a(x).tanh())
+
+    return two(forward, b, mask=nn.Buffer(torch.tensor([1.0, 0.0, 1.0, 1.0])))
+
+
 # --- without gradient -----------------------------------------------------------------------------
 
 
@@ -229,6 +279,20 @@ def inference_mode_around_parameters(b):
         return s.b(torch.tanh(s.a(x) - target.clone().mean(1, keepdim=True)))
 
     return two(forward, b)
+
+
+@case("custom_backward")
+def fake_quantised(b):
+    """Weights and activations, by numbers and by tensors, as a whole and by channel."""
+
+    def forward(s, x):
+        h = torch.fake_quantize_per_tensor_affine(s.a(x), 0.1, 3, -4, 7)
+        w = torch.fake_quantize_per_channel_affine(s.b.weight, s.scale, s.zero, 0, -8, 7)
+        h = torch.fake_quantize_per_tensor_affine(F.linear(h.tanh(), w), s.scale[0], s.zero[1], -16, 15)
+        return s.b(torch.fake_quantize_per_channel_affine(h.tanh(), s.scale, s.offset, 1, 0, 15))
+
+    scale, zero = torch.tensor([0.1, 0.2, 0.05, 0.15]).float(), torch.tensor([1, -2, 0, 3]).int()
+    return two(forward, b, scale=nn.Buffer(scale), zero=nn.Buffer(zero), offset=nn.Buffer(scale * 30))
 
 
 # --- backwards of one's own -----------------------------------------------------------------------
