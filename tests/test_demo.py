@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from pexgrad import demo
-from pexgrad.__main__ import main
-from pexgrad.demo import dpsgd, run
-from pexgrad.demo.digits import small_cnn, train_and_test
+from pexgrad.__main__ import DEMO_EXTRA, main
 from pexgrad.demo.options import Options
+
+for library in sorted(DEMO_EXTRA):
+    pytest.importorskip(library)
+
+from pexgrad.demo import dpsgd, run  # noqa: E402 - they need the extra
+from pexgrad.demo.digits import small_cnn, train_and_test  # noqa: E402
 
 
 @pytest.fixture

@@ -281,6 +281,14 @@ def test_a_buffer_made_of_a_parameter_is_refused():
     assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, y))
 
 
+def bags_count_each_id():
+    """Whether torch divides an id's gradient by its own number; torch 2.9 by that of ids beside it too."""
+    bag = nn.EmbeddingBag(3, 1, mode="sum", scale_grad_by_freq=True)
+    (grad,) = torch.autograd.grad(bag(torch.tensor([[1, 1, 2]])).sum(), [bag.weight])
+    return grad.flatten().tolist() == [0, 1, 1]
+
+
+@pytest.mark.skipif(not bags_count_each_id(), reason="this torch miscounts ids")
 def test_bags_scaled_by_frequency():
     """By how often an id occurs in its own example; the first two have none twice."""
     model = Net(lambda s, i: s.bag(i), bag=nn.EmbeddingBag(7, 5, mode="sum", scale_grad_by_freq=True))
