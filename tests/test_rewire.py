@@ -283,6 +283,57 @@ def test_classes_with_ways_of_their_own_to_be_copied(kind, inside, strategy):
     assert all(m.table for m in model.modules() if isinstance(m, Scaled))
 
 
+class Scale:
+    """What a module holds beside its layers, with a table that copies are to go without."""
+
+    def __init__(self):
+        self.table = {"scale": 3.0}
+
+    def __call__(self, x):
+        return x * self.table.get("scale", 1.0)
+
+
+class ForgetfulScale(Scale):
+    def __getstate__(self):
+        return {"table": {}}
+
+
+class RemadeScale(Scale):
+    def __deepcopy__(self, memo):
+        other = RemadeScale()
+        other.table.clear()
+        return other
+
+
+class LockedScale(Scale):
+    """What it leaves out has no copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {"table": self.table}
+
+
+class Holder:
+    def __init__(self, scale):
+        self.scale = scale
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", [ForgetfulScale, RemadeScale, LockedScale])
+def test_objects_with_ways_of_their_own_to_be_copied(kind, inside, strategy):
+    model, x = Net(), torch.randn(5, 4)
+    model.held = Holder(kind()) if inside else kind()
+    scale = (lambda self: self.held.scale) if inside else (lambda self: self.held)
+    of_class(model, lambda self, x: scale(self)(self.head(self.first(x).tanh())))
+    rows = pexgrad.per_example_grad(model, squares, strategy=strategy)(dict(model.named_parameters()), x)
+    assert_rows_equal(rows, rows_of(model, squares, x, torch.zeros(5)))
+    assert scale(model).table
+
+
 class Tanh(nn.Module):
     def forward(self, w):
         return w.tanh()

@@ -79,11 +79,29 @@ _OWN_WAYS = ("__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__re
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy`, past what classes of the user's say of it: they may leave something out, for a file say."""
-    own = [m for m in model.modules() if id(m) not in memo and own_members(type(m)).keys() & set(_OWN_WAYS)]
-    memo |= {id(m): object.__new__(type(m)) for m in own}
-    for m in own:
-        vars(memo[id(m)]).update(copy.deepcopy(vars(m), memo))
+    modules = [m for m in model.modules() if _has_own_way(m)]
+    # one that leaves out what has no copy knows better
+    objects = [o for o in walked(model).holders if _has_own_way(o) and _has_copy(vars(o), memo)]
+    own = {id(o): o for o in (*modules, *objects) if id(o) not in memo}
+    memo |= {i: object.__new__(type(o)) for i, o in own.items()}
+    for i, o in own.items():
+        vars(memo[i]).update(copy.deepcopy(vars(o), memo))
     return copy.deepcopy(model, memo)
+
+
+def _has_own_way(value: Any) -> bool:
+    """Whether an object's class says how to copy it; of one that is no container, whose items are no attributes."""
+    kind = type(value)
+    is_plain = kind.__new__ is object.__new__ and hasattr(value, "__dict__")
+    return is_plain and not own_members(kind).keys().isdisjoint(_OWN_WAYS)
+
+
+def _has_copy(value: Any, memo: Mapping[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:  # noqa: BLE001 - no matter why
+        return False
+    return True
 
 
 def _passing_for(t: Tensor, other: Tensor) -> Tensor:
@@ -104,9 +122,7 @@ def _uncopyable(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, Any]:
         for key, value in vars(module).items():
             if key in ("_modules", "_parameters", "_buffers"):
                 continue
-            try:
-                copy.deepcopy(value, dict(memo) | {id(m): m for m in model.modules()})
-            except Exception:  # noqa: BLE001 - no matter why
+            if not _has_copy(value, dict(memo) | {id(m): m for m in model.modules()}):
                 found[id(value)] = value
     return found
 
