@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from cases.case import Net, labels, wave
 from oracle import assert_rows_equal, rows_of
+from torch._higher_order_ops import while_loop
 
 import pexgrad
 
@@ -458,6 +459,45 @@ def test_operations_of_higher_order():
         pexgrad.per_example_grad(model)(named(model), x, y)
     naive = pexgrad.per_example_grad(model, strategy="naive")(named(model), x, y)
     assert_rows_equal(naive, rows_of(model, F.cross_entropy, x, y))
+
+
+def repeated(until, step):
+    """A model that takes steps in a loop of torch's own."""
+
+    def forward(s, x):
+        return while_loop(
+            lambda i, h: (i < 3) & until(h), lambda i, h: (i + 1, step(h)), (torch.tensor(0), s.lin(x))
+        )[1]
+
+    return Net(forward, lin=nn.Linear(4, 3))
+
+
+def always(h):
+    return torch.tensor(True)
+
+
+@pytest.mark.filterwarnings("ignore")  # of a prototype
+def test_loops_of_torch_itself():
+    model, x, y = repeated(always, torch.sin), torch.randn(5, 4), labels(5, 3)
+    fn = pexgrad.per_example_grad(model)
+    for b in (5, 2, 7):
+        x, y = torch.randn(b, 4), labels(b, 3)
+        assert_rows_equal(fn(named(model), x, y), rows_of(model, F.cross_entropy, x, y))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("until", "step", "through"),
+    [
+        (lambda h: h.abs().max() > -1, torch.sin, "max"),
+        (always, lambda h: h + (h.sum(0) - 99).relu(), "sum"),
+    ],
+)
+def test_examples_that_mix_inside_a_loop(until, step, through):
+    """Of no effect on numbers such as these."""
+    model = repeated(until, step)
+    with pytest.raises(pexgrad.MixedExamplesError, match=f"in while_loop.* depends on {through}"):
+        pexgrad.per_example_grad(model)(named(model), torch.randn(5, 4), labels(5, 3))
 
 
 def test_modules_moved_in_another_thread():

@@ -160,18 +160,6 @@ def _normalised(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
     return _new(x, x.shape), _new(x, each), _new(x, each)
 
 
-class SymbolicMode(FakeTensorMode):
-    """Fake tensors of symbolic sizes, without torch's cache of shapes: to look one up takes longer than to work most out."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.cache_enabled = False
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = None if kwargs else _plain(func, args)
-        return super().dispatch(func, types, args, kwargs) if plain is None else plain
-
-
 class _Sizes(ShapeEnv):
     """Symbolic sizes that do not note where in the code they come from, for which torch would load all of `torch.export`."""
 
@@ -180,9 +168,21 @@ class _Sizes(ShapeEnv):
 
 
 def symbolic_mode() -> tuple[FakeTensorMode, ShapeEnv]:
-    """A mode of symbolic sizes, which may be 0 or 1 and share a symbol where they are equal; and its guards."""
+    """A mode of symbolic sizes, which may be 0 or 1 and share a symbol where they are equal; and its guards.
+
+    Not of a class of its own, for which `torch.while_loop` and its like would have no rule.
+    """
     env = _Sizes(duck_shape=True, specialize_zero_one=False)
-    return SymbolicMode(shape_env=env, allow_non_fake_inputs=True), env
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # to look a symbolic shape up there takes longer than to work most out
+    dispatch = mode.dispatch
+
+    def plainly(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = None if kwargs else _plain(func, args)
+        return dispatch(func, types, args, kwargs) if plain is None else plain
+
+    mode.dispatch = plainly
+    return mode, env
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,9 +73,14 @@ class Mixing(NamedTuple):
 
 
 def first_mixing(
-    graph: fx.Graph, inputs: Iterable[fx.Node], outputs: Iterable[fx.Node], batch: Any
+    graph: fx.Graph,
+    inputs: Iterable[fx.Node],
+    outputs: Iterable[fx.Node],
+    batch: Any,
+    *,
+    of_numbers: bool = True,
 ) -> Mixing | None:
-    """The first thing of that kind that one of the outputs, as a number, depends on; None where there is none."""
+    """The first thing of that kind that one of the outputs depends on, of numbers alone or of ids and conditions too."""
     data, mixed, memory = set(inputs), dict[fx.Node, Mixing](), dict[int, Mixing]()
     # memory that values have been put in: a cache, of which a call reads its own
     written = set[int | None]()
@@ -93,7 +98,8 @@ def first_mixing(
         if found is not None:
             mixed[node] = found
             memory |= dict.fromkeys(written_memory(node), found)
-    found = (mixed.get(n) or memory.get(storage(n) or 0) for n in outputs if is_differentiable(value(n)))
+    asked = (n for n in outputs if not of_numbers or is_differentiable(value(n)))
+    found = (mixed.get(n) or memory.get(storage(n) or 0) for n in asked)
     return next(filter(None, found), None)
 
 

@@ -1,6 +1,7 @@
-"""What looks at all examples inside a custom `autograd.Function` or a tensor hook, which a graph holds as one node.
+"""What looks at all examples inside what a graph holds as one node: a custom `autograd.Function`, a tensor hook, a loop.
 
-Its forward and its backward are written down by themselves, for every batch size, and looked at as the graph around them is.
+Forward and backward of a function are written down by themselves, for every batch size, and looked at as the graph around them
+is; so are the condition and the body of `torch.while_loop`, and what is in others of its kind.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.fx.node import map_arg
 
 from ..base import trees
 from ..base.fakes import HINT, TRACING, expression, fake_batch, quiet, symbol_of, symbolic_len, symbolic_mode
-from ..base.nodes import is_differentiable, is_of_batch, returned, value
+from ..base.nodes import is_differentiable, is_of_batch, nodes_in, returned, value
 from .mixing_by_shape import Mixing, first_mixing
 
 
@@ -31,6 +32,20 @@ def mixing_inside(node: fx.Node, batch: Any) -> Mixing | None:
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
         outputs = [n for n in returned(graph) if isinstance(n, fx.Node) and is_of_batch(value(n), symbol)]
         return first_mixing(graph, inputs, outputs, symbol)
+    return None
+
+
+def mixing_in_graphs(node: fx.Node, batch: Any) -> Mixing | None:
+    """The first operation by which examples mix in the graphs that an operation is given, or what decides how often they run."""
+    for given in node.all_input_nodes:
+        inner = getattr(node.graph.owning_module, str(given.target), None) if given.op == "get_attr" else None
+        if isinstance(inner, fx.GraphModule):
+            inputs = [n for n in inner.graph.nodes if n.op == "placeholder" and is_of_batch(value(n), batch)]
+            outputs = list(nodes_in(returned(inner.graph)))
+            found = first_mixing(inner.graph, inputs, outputs, batch, of_numbers=False)
+            nested = (mixing_in_graphs(n, batch) for n in inner.graph.nodes)
+            if (found := found or next(filter(None, nested), None)) is not None:
+                return found
     return None
 
 
