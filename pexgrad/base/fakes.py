@@ -10,7 +10,9 @@ import contextlib
 import logging
 import math
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,14 +21,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-    unset_fake_temporarily,
-)
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from . import shapes
 
 aten = torch.ops.aten
 
@@ -38,9 +37,12 @@ HINT = 13
 TRACING = threading.RLock()
 
 # torch's own shape functions ask for sizes to compute the metadata of fake tensors
-_METADATA = tuple(
-    os.path.join(os.sep + "torch", part)
-    for part in ("_subclasses", "_prims_common", "_prims", "_refs", "_meta_registrations.py", "_decomp")
+_METADATA = (
+    shapes.__file__,
+    *(
+        os.path.join(os.sep + "torch", part)
+        for part in ("_subclasses", "_prims_common", "_prims", "_refs", "_meta_registrations.py", "_decomp")
+    ),
 )
 
 
@@ -101,33 +103,19 @@ def _plain(func: Any, args: tuple[Any, ...]) -> Any:
     if func is aten.addmm.default:
         _, x, w = args
         fits = type(x.shape[1]) is int and x.shape[1] == w.shape[0]
-        return _new(x, (x.shape[0], w.shape[1])) if fits and isinstance(x, FakeTensor) else None
+        return shapes.new_like(x, (x.shape[0], w.shape[1])) if fits and isinstance(x, FakeTensor) else None
     if func in _LIKE_THEIR_INPUT:
         x = args[0]  # what follows are numbers, such as bounds
-        return _new(x, x.shape) if _is_plain(x) and x.is_floating_point() else None
+        return shapes.new_like(x, x.shape) if _is_plain(x) and x.is_floating_point() else None
     if func in (aten.view.default, aten._unsafe_view.default):
         x, shape = args
         if _is_plain(x) and not any(type(n) is int and n < 0 for n in shape):
             fits = x.numel() == math.prod(shape)
             torch._check(fits, lambda: f"shape {list(shape)} is invalid for input of size {x.numel()}")
-            return _seen_as(x, shape)
+            return shapes.seen_as(x, shape)
     if func is aten.constant_pad_nd.default:
         return _padded(*args[:2]) if isinstance(args[0], FakeTensor) else None
     return _normalised(func, args) if func in _NORMALISATION else None
-
-
-def _new(x: FakeTensor, shape: Any) -> FakeTensor:
-    """`x.new_empty(shape)`, in a third of the time."""
-    with unset_fake_temporarily():
-        shapes = torch.empty(shape, dtype=x.dtype, device="meta")
-    return FakeTensor(x.fake_mode, shapes, x.device)
-
-
-def _seen_as(x: FakeTensor, shape: Any) -> FakeTensor:
-    """`x.view(shape)` of what is contiguous, likewise."""
-    with in_kernel_invocation_manager(x.fake_mode):
-        shapes = x.as_strided(shape, make_contiguous_strides_for(shape))
-    return FakeTensor(x.fake_mode, shapes, x.device)
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -157,14 +145,29 @@ def _normalised(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
         each = *x.shape[: x.dim() - along], *[1] * along
     else:
         each = (0,)  # none: running statistics are given
-    return _new(x, x.shape), _new(x, each), _new(x, each)
+    return shapes.new_like(x, x.shape), shapes.new_like(x, each), shapes.new_like(x, each)
+
+
+# code between a question about a size and who asks it
+_BETWEEN = tuple(
+    os.path.join(os.path.dirname(torch.__file__), part)
+    for part in (
+        "__init__.py", "_compile.py", "_dynamo/eval_frame.py", "_higher_order_ops", "_library/custom_ops.py",
+        "_library/fake_impl.py", "_logging", "_subclasses/fake_tensor.py", "_subclasses/meta_utils.py", "fx/_symbolic_trace.py",
+        "fx/experimental/recording.py", "fx/experimental/sym_node.py", "fx/experimental/symbolic_shapes.py", "fx/interpreter.py",
+    )
+)  # fmt: skip
 
 
 class _Sizes(ShapeEnv):
-    """Symbolic sizes that do not note where in the code they come from, for which torch would load all of `torch.export`."""
+    """Symbolic sizes that know who asked: torch would load all of `torch.export` to tell."""
 
-    def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> Any:
-        return super()._get_stack_summary(is_debug, framework_loc or "a trace")
+    def _get_stack_summary(self, is_debug: bool = False, framework_loc: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+            frame = frame.f_back
+        asked = traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        return super()._get_stack_summary(is_debug, framework_loc or asked)  # pyright: ignore[reportArgumentType]
 
 
 def symbolic_mode() -> tuple[FakeTensorMode, ShapeEnv]:

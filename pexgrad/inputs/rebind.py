@@ -90,10 +90,14 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _has_own_way(value: Any) -> bool:
-    """Whether an object's class says how to copy it; of one that is no container, whose items are no attributes."""
+    """Whether an object's class says how to copy it; of one that is nothing but its attributes."""
     kind = type(value)
-    is_plain = kind.__new__ is object.__new__ and hasattr(value, "__dict__")
-    return is_plain and not own_members(kind).keys().isdisjoint(_OWN_WAYS)
+    if not hasattr(value, "__dict__") or own_members(kind).keys().isdisjoint(_OWN_WAYS):
+        return False
+    try:  # a container is its items, too, and what is compiled is more than one can see
+        return kind.__new__ is object.__new__ and object.__new__(kind) is not None
+    except TypeError:
+        return False
 
 
 def _has_copy(value: Any, memo: Mapping[int, Any]) -> bool:

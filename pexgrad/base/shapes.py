@@ -1,0 +1,26 @@
+"""Fake tensors made from others directly, in a fraction of the steps that torch takes to the same.
+
+Apart from what uses them, so that a condition on the batch size that only their metadata needs is known by its place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._prims_common import make_contiguous_strides_for
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager, unset_fake_temporarily
+
+
+def new_like(x: FakeTensor, shape: Any) -> FakeTensor:
+    """`x.new_empty(shape)`."""
+    with unset_fake_temporarily():
+        meta = torch.empty(shape, dtype=x.dtype, device="meta")
+    return FakeTensor(x.fake_mode, meta, x.device)
+
+
+def seen_as(x: FakeTensor, shape: Any) -> FakeTensor:
+    """`x.view(shape)` of what is contiguous."""
+    with in_kernel_invocation_manager(x.fake_mode):
+        meta = x.as_strided(shape, make_contiguous_strides_for(shape))
+    return FakeTensor(x.fake_mode, meta, x.device)
