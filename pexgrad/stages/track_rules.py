@@ -56,6 +56,10 @@ class Step:
         """Whether no other operand has examples."""
         return [*self.read] == [argument]
 
+    def reads_only_its_first(self) -> bool:
+        """Whether no operand but that of the first argument has examples: no weight, say."""
+        return self.reads_only(next(iter(self.named.values())))
+
     def lead_if(self, fits: Callable[[Tensor, Layout], bool]) -> int | None:
         """The lead of every operand, where all fit and are folded like the result."""
         if any(at.fold != self.fold or not fits(value(n), at) for n, at in self.read.items()):
@@ -242,9 +246,7 @@ def _attended(s: Step) -> int | None:
 
 def _on_last(dims: int) -> Rule:
     """On so many of the last dimensions of the first operand, with weights for all."""
-    return lambda s: (
-        s.lead_if(lambda v, at: at.dim < v.dim() - dims) if s.reads_only(s.node.args[0]) else None
-    )
+    return lambda s: s.lead_if(lambda v, at: at.dim < v.dim() - dims) if s.reads_only_its_first() else None
 
 
 def _padded(s: Step) -> int | None:
@@ -252,17 +254,17 @@ def _padded(s: Step) -> int | None:
 
 
 def _normalised(s: Step) -> int | None:
-    return _along(s) if s.reads_only(s.node.args[0]) else None
+    return _along(s) if s.reads_only_its_first() else None
 
 
 def _normalised_by_statistics(s: Step) -> int | None:
     _, at = s.first
-    return s.lead() if s.reads_only(s.node.args[0]) and not s.named["training"] and at.dim != 1 else None
+    return s.lead() if s.reads_only_its_first() and not s.named["training"] and at.dim != 1 else None
 
 
 def _on_batches(s: Step) -> int | None:
     """On (b, channels, ...), each for itself."""
-    return s.lead_if(lambda v, at: at.dim == 0) if s.reads_only(s.node.args[0]) else None
+    return s.lead_if(lambda v, at: at.dim == 0) if s.reads_only_its_first() else None
 
 
 def _loss(s: Step) -> int | None:

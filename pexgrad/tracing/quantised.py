@@ -39,10 +39,9 @@ def per_channel(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: in
 def _quantised(
     x: Tensor, scale: Any, inverse: Any, zero_point: Any, low: int, high: int, dtype: torch.dtype
 ) -> Tensor:
-    between = (
-        isinstance(zero_point, Tensor) and zero_point.is_floating_point()
-    )  # that may lie between two numbers
-    q = (x * inverse + zero_point).round() if between else (x * inverse).round() + zero_point
+    # a zero point that is no integer is added before rounding
+    is_float = isinstance(zero_point, Tensor) and zero_point.is_floating_point()
+    q = (x * inverse + zero_point).round() if is_float else (x * inverse).round() + zero_point
     y = ((q.clamp(low, high) - zero_point).to(dtype) * scale).to(x.dtype)
     inside = (q >= low) & (q <= high)
     return y.detach() + torch.where(inside, x - x.detach(), 0)  # which is zero, but has a gradient
