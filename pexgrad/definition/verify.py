@@ -19,8 +19,7 @@ from ..losses.loss import LossFunction
 from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline
 from ..stages.mixing_by_shape import Mixing, first_mixing
-from ..stages.mixing_inside import mixing_in_graphs, mixing_inside
-from ..tracing.opaque import is_opaque
+from ..stages.mixing_inside import mixing_inside
 from .strategies import grad_or_zeros, naive
 
 
@@ -121,15 +120,10 @@ def refuse_mixing(pipeline: Pipeline) -> None:
     found = first_mixing(program.module.graph, trace.inputs, program.outputs, trace.batch)
     if found is not None:
         raise MixedExamplesError(f"the model's output depends on {_what(found)}; {_REMEDY}")
-    for node in filter(is_opaque, program.module.graph.nodes):
+    for node in program.module.graph.nodes:
         if (found := mixing_inside(node, trace.batch)) is not None:
             raise MixedExamplesError(
                 f"in {where(node)}, forward or backward, what is done to an example depends on {_what(found)}; {_REMEDY}"
-            )
-    for node in program.module.graph.nodes:
-        if (found := mixing_in_graphs(node, trace.batch)) is not None:
-            raise MixedExamplesError(
-                f"in {where(node)}, what is done to an example depends on {_what(found)}; {_REMEDY}"
             )
     found = pipeline.losses.mixing()
     if found is not None:

@@ -70,18 +70,14 @@ def _order(call: Call) -> list[int]:
 
 def _compared(call: Call) -> list[Tensor]:
     """The tensors that noise cannot change, of whose role the examples themselves must tell."""
-    return [*filter(_is_fixed, call.inputs()), *call.targets()]
-
-
-def _is_fixed(t: Tensor) -> bool:
-    return not is_inexact(t)
+    return [t for t in call.inputs() if not is_inexact(t)] + call.targets()
 
 
 def alike(call: Call, *, inputs: bool, targets: bool) -> tuple[int, ...]:
     """Of the compared tensors, those of which all examples are the same; with or without the inputs and the targets."""
-    first_target = sum(map(_is_fixed, call.inputs()))
-    asked = [targets if i >= first_target else inputs for i in range(len(_compared(call)))]
-    return tuple(i for i, t in enumerate(_compared(call)) if asked[i] and _is_alike(t))
+    compared, n_targets = _compared(call), len(call.targets())
+    asked = [inputs] * (len(compared) - n_targets) + [targets] * n_targets
+    return tuple(i for i, t in enumerate(compared) if asked[i] and _is_alike(t))
 
 
 def still_alike(call: Call, which: Sequence[int]) -> bool:

@@ -19,11 +19,16 @@ from torch.fx.node import map_arg
 from ..base import trees
 from ..base.fakes import HINT, TRACING, expression, fake_batch, quiet, symbol_of, symbolic_len, symbolic_mode
 from ..base.nodes import is_differentiable, is_of_batch, nodes_in, returned, value
+from ..tracing.opaque import is_opaque
 from .mixing_by_shape import Mixing, first_mixing
 
 
 def mixing_inside(node: fx.Node, batch: Any) -> Mixing | None:
-    """The first operation in an opaque node by which examples mix; None where there is none, or where it has no graph."""
+    """The first operation by which examples mix in what a node stands for; None where there is none, or where it has no graph."""
+    return (_in_function if is_opaque(node) else _in_graphs)(node, batch)
+
+
+def _in_function(node: fx.Node, batch: Any) -> Mixing | None:
     given = [value(n) for n in node.all_input_nodes]
     if not is_of_batch(given, batch) or not all(isinstance(v, Tensor) for v in given):
         return None
@@ -35,15 +40,15 @@ def mixing_inside(node: fx.Node, batch: Any) -> Mixing | None:
     return None
 
 
-def mixing_in_graphs(node: fx.Node, batch: Any) -> Mixing | None:
-    """The first operation by which examples mix in the graphs that an operation is given, or what decides how often they run."""
+def _in_graphs(node: fx.Node, batch: Any) -> Mixing | None:
+    """In the graphs that an operation is given: what they compute, and what decides how often they run."""
     for given in node.all_input_nodes:
         inner = getattr(node.graph.owning_module, str(given.target), None) if given.op == "get_attr" else None
         if isinstance(inner, fx.GraphModule):
             inputs = [n for n in inner.graph.nodes if n.op == "placeholder" and is_of_batch(value(n), batch)]
             outputs = list(nodes_in(returned(inner.graph)))
             found = first_mixing(inner.graph, inputs, outputs, batch, of_numbers=False)
-            nested = (mixing_in_graphs(n, batch) for n in inner.graph.nodes)
+            nested = (_in_graphs(n, batch) for n in inner.graph.nodes)
             if (found := found or next(filter(None, nested), None)) is not None:
                 return found
     return None
