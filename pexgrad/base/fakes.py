@@ -8,12 +8,11 @@ from __future__ import annotations
 import builtins
 import contextlib
 import logging
-import math
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +20,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from . import shapes
-
-aten = torch.ops.aten
+from .fake_results import plain_result
 
 # The batch size that tracing pretends to see. Not 0, 1 or 2, which code and kernels treat specially;
 # collisions with other sizes do no harm, for only the batch is symbolic.
@@ -70,84 +67,6 @@ def is_recorded(x: Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
-def expression(size: Any) -> Any:
-    """What a symbolic number is, in symbols; a number as it is."""
-    return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
-
-
-def symbol_of(size: Any) -> Any:
-    """The one symbol in a symbolic size."""
-    (symbol,) = expression(size).free_symbols
-    return symbol
-
-
-# operations on one tensor whose result has its shape, its strides and, for floating-point numbers, its dtype
-_LIKE_THEIR_INPUT = {
-    op.default for op in (
-        aten.abs, aten.clamp, aten.clone, aten.cos, aten.exp, aten.gelu, aten.relu, aten.roll, aten.sigmoid, aten.silu, aten.sin,
-        aten.sqrt, aten.tanh,
-    )
-}  # fmt: skip
-
-
-# these return statistics too
-_NORMALISATION = {
-    aten.native_group_norm.default,
-    aten.native_layer_norm.default,
-    aten._native_batch_norm_legit_no_training.default,
-}
-
-
-def _plain(func: Any, args: tuple[Any, ...]) -> Any:
-    """The fake result of an operation whose shape is plain to see, else None; torch's own functions take hundreds of steps."""
-    if func is aten.addmm.default:
-        _, x, w = args
-        fits = type(x.shape[1]) is int and x.shape[1] == w.shape[0]
-        return shapes.new_like(x, (x.shape[0], w.shape[1])) if fits and isinstance(x, FakeTensor) else None
-    if func in _LIKE_THEIR_INPUT:
-        x = args[0]  # what follows are numbers, such as bounds
-        return shapes.new_like(x, x.shape) if _is_plain(x) and x.is_floating_point() else None
-    if func in (aten.view.default, aten._unsafe_view.default):
-        x, shape = args
-        if _is_plain(x) and not any(type(n) is int and n < 0 for n in shape):
-            fits = x.numel() == math.prod(shape)
-            torch._check(fits, lambda: f"shape {list(shape)} is invalid for input of size {x.numel()}")
-            return shapes.seen_as(x, shape)
-    if func is aten.constant_pad_nd.default:
-        return _padded(*args[:2]) if isinstance(args[0], FakeTensor) else None
-    return _normalised(func, args) if func in _NORMALISATION else None
-
-
-def _is_plain(x: Tensor) -> bool:
-    return isinstance(x, FakeTensor) and x.layout is torch.strided and x.is_contiguous()
-
-
-def _padded(x: Tensor, padding: Sequence[int]) -> Tensor:
-    """In a flat graph, torch's own way fixes the batch size."""
-    pairs = list(zip(padding[::2], padding[1::2], strict=True))  # (before, after), the last dimension first
-    grown = [n + sum(pairs[i]) if i < len(pairs) else n for i, n in enumerate(reversed(x.shape))]
-    return x.new_empty(grown[::-1]).contiguous(memory_format=suggest_memory_format(x))
-
-
-# dtypes that normalisation also has its statistics in
-_PRECISE = (torch.float32, torch.float64)
-
-
-def _normalised(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-    """The same for normalisation: the result, and the mean and 1 / std of each group of positions."""
-    x = args[0]
-    if not _is_plain(x) or x.dtype not in _PRECISE:
-        return None
-    if func is aten.native_group_norm.default:
-        each = args[3], args[6]
-    elif func is aten.native_layer_norm.default:
-        along = len(args[1])
-        each = *x.shape[: x.dim() - along], *[1] * along
-    else:
-        each = (0,)  # none: running statistics are given
-    return shapes.new_like(x, x.shape), shapes.new_like(x, each), shapes.new_like(x, each)
-
-
 # code between a question about a size and who asks it
 _BETWEEN = tuple(
     os.path.join(os.path.dirname(torch.__file__), part)
@@ -181,7 +100,7 @@ def symbolic_mode() -> tuple[FakeTensorMode, ShapeEnv]:
     dispatch = mode.dispatch
 
     def plainly(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = None if kwargs else _plain(func, args)
+        plain = plain_result(func, args, kwargs)
         return dispatch(func, types, args, kwargs) if plain is None else plain
 
     mode.dispatch = plainly

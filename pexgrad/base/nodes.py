@@ -11,9 +11,9 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from .fakes import expression
 from .memory import storage_of
 from .numerics import is_inexact
+from .symbols import expression
 
 aten = torch.ops.aten
 

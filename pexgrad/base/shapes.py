@@ -5,11 +5,16 @@ Apart from what uses them, so that a condition on the batch size that only their
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager, unset_fake_temporarily
+
+
+def is_plain(x: Any) -> TypeGuard[FakeTensor]:
+    """Whether its numbers lie one after the other; that a batch of one may be told another thing matters to no result."""
+    return isinstance(x, FakeTensor) and x.layout is torch.strided and x.is_contiguous()
 
 
 def new_like(x: FakeTensor, shape: Any) -> FakeTensor:
@@ -19,8 +24,8 @@ def new_like(x: FakeTensor, shape: Any) -> FakeTensor:
     return FakeTensor(x.fake_mode, meta, x.device)
 
 
-def seen_as(x: FakeTensor, shape: Any) -> FakeTensor:
-    """`x.view(shape)` of what is contiguous."""
+def seen_as(x: FakeTensor, shape: Any, strides: Any = None, offset: Any = None) -> FakeTensor:
+    """`x.as_strided(shape, strides, offset)`; without strides `x.view(shape)` of what is contiguous."""
     with in_kernel_invocation_manager(x.fake_mode):
-        meta = x.as_strided(shape, make_contiguous_strides_for(shape))
+        meta = x.as_strided(shape, make_contiguous_strides_for(shape) if strides is None else strides, offset)
     return FakeTensor(x.fake_mode, meta, x.device)

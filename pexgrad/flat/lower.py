@@ -27,19 +27,11 @@ from torch.utils import _pytree as pytree
 
 from ..base.compare import agree_nearby, largest_error
 from ..base.doubts import noting_doubts
-from ..base.fakes import (
-    HINT,
-    Guards,
-    computes_metadata,
-    expression,
-    fake_batch,
-    quiet,
-    symbolic_len,
-    symbolic_mode,
-)
+from ..base.fakes import HINT, Guards, computes_metadata, fake_batch, quiet, symbolic_len, symbolic_mode
 from ..base.modes import differentiable_kernels, uncompiled
 from ..base.nodes import where
 from ..base.still import StandStill
+from ..base.symbols import expression
 from ..errors import TraceError, VerificationError, first_line
 from ..inputs.arguments import Options
 from ..inputs.call import Call

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..base.fakes import expression
 from ..base.nodes import value
+from ..base.symbols import expression
 
 aten = torch.ops.aten
 

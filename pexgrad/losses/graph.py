@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..base import trees
-from ..base.fakes import TRACING, Guards, fake_batch, quiet, symbol_of, symbolic_len, symbolic_mode
+from ..base.fakes import TRACING, Guards, fake_batch, quiet, symbolic_len, symbolic_mode
+from ..base.symbols import symbol_of
 from ..stages.layout import Layout
 from ..stages.mixing_by_shape import Mixing, first_mixing
 from ..stages.tracked import tracked

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..base.fakes import expression, symbol_of
+from ..base.symbols import expression, symbol_of
 from .steps import Step, Steps, leaves_of
 from .torch_losses import CLASSES, PER_EXAMPLE, per_example, reduction_of
 

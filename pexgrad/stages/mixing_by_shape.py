@@ -26,7 +26,6 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from ..base.equations import written_out
-from ..base.fakes import expression
 from ..base.nodes import (
     batch_dims,
     bind,
@@ -41,6 +40,7 @@ from ..base.nodes import (
     value,
     written_memory,
 )
+from ..base.symbols import expression
 from .along import SCANS, SLICES, WINDOWS, dims_of, names
 
 aten = torch.ops.aten

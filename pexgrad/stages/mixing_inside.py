@@ -17,8 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from ..base import trees
-from ..base.fakes import HINT, TRACING, expression, fake_batch, quiet, symbol_of, symbolic_len, symbolic_mode
+from ..base.fakes import HINT, TRACING, fake_batch, quiet, symbolic_len, symbolic_mode
 from ..base.nodes import is_differentiable, is_of_batch, nodes_in, returned, value
+from ..base.symbols import expression, symbol_of
 from ..tracing.opaque import is_opaque
 from .mixing_by_shape import Mixing, first_mixing
 

@@ -26,11 +26,11 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..base.fakes import expression
 from ..base.memory import storage_of
 from ..base.nodes import draws, is_model_of, source, storage, value, written_memory
 from ..base.numerics import is_inexact
 from ..base.source import calling_line
+from ..base.symbols import expression
 from ..errors import ANY_MODEL, TraceError
 from ..inputs.call import Call
 

@@ -20,9 +20,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from ..base import trees
-from ..base.fakes import TRACING, Guards, expression, fake_batch, symbol_of, symbolic_mode
+from ..base.fakes import TRACING, Guards, fake_batch, symbolic_mode
 from ..base.nodes import source, value
 from ..base.numerics import is_half
+from ..base.symbols import expression, symbol_of
 from ..errors import ANY_MODEL, PexgradError, TraceError, first_line
 from ..inputs.call import Call
 from ..inputs.rebind import Bound, uncached
