@@ -444,21 +444,40 @@ def test_room_for_fewer_examples_than_a_trace_pretends_to_see():
     assert not model.cache.any()
 
 
-class Branch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 3)
+def branching(ask):
+    """A model whose branch torch's own `if` takes."""
 
-    def forward(self, x):
-        return torch.cond(torch.tensor(True), self.lin, lambda v: -self.lin(v), (x,))
+    def forward(s, x):
+        return torch.cond(ask(s, x), s.one, lambda h: -s.other(h) * h.new_ones(3), (x,))
+
+    return Net(forward, one=nn.Linear(4, 3), other=nn.Linear(4, 3), flag=torch.tensor(True))
 
 
-def test_operations_of_higher_order():
-    model, x, y = Branch(), torch.randn(5, 4), labels(5, 3)
-    with pytest.raises(pexgrad.TraceError):
-        pexgrad.per_example_grad(model)(named(model), x, y)
-    naive = pexgrad.per_example_grad(model, strategy="naive")(named(model), x, y)
-    assert_rows_equal(naive, rows_of(model, F.cross_entropy, x, y))
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda s, x: torch.tensor(True),
+        lambda s, x: s.flag,
+        lambda s, x: (s.other.weight.shape[0] > 5) | s.flag.logical_not(),
+        lambda s, x: x.dim() == 2,
+    ],
+)
+def test_branches_of_torch_itself(ask):
+    model, x, y = branching(ask), torch.randn(5, 4), labels(5, 3)
+    fn = pexgrad.per_example_grad(model)
+    for flag in (True, False, True):
+        model.flag.fill_(flag)
+        for b in (5, 2, 7):
+            x, y = torch.randn(b, 4), labels(b, 3)
+            assert_rows_equal(fn(named(model), x, y), rows_of(model, F.cross_entropy, x, y))
+    multi = pexgrad.per_example_grad(model, strategy="multi")(named(model), x, y)
+    assert_rows_equal(multi, rows_of(model, F.cross_entropy, x, y))
+
+
+def test_a_branch_of_torch_itself_by_data_is_refused():
+    model = branching(lambda s, x: x.sum() > 0)
+    with pytest.raises(pexgrad.TraceError, match=r"reads a number from floating inputs \(at .*test_trace.py"):
+        pexgrad.per_example_grad(model)(named(model), torch.randn(5, 4), labels(5, 3))
 
 
 def repeated(until, step):
@@ -600,4 +619,13 @@ def test_an_operation_of_which_torch_knows_no_shape():
     with pytest.raises(
         pexgrad.TraceError, match=r"torch knows no shape of its result: use strategy=\"naive\""
     ):
+        pexgrad.per_example_grad(model)(named(model), torch.randn(2, 4), labels(2, 3))
+
+
+def test_a_key_made_of_the_batch_size():
+    def forward(s, x):
+        return s.lin(x) * s.scales.setdefault(x.shape, torch.ones(3))
+
+    model = Net(forward, lin=nn.Linear(4, 3), scales={})
+    with pytest.raises(pexgrad.TraceError, match=r"test_trace.py:\d+\); .* cannot be in the key of a dict"):
         pexgrad.per_example_grad(model)(named(model), torch.randn(2, 4), labels(2, 3))

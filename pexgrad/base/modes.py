@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
@@ -19,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._higher_order_ops.cond import CondOp
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
@@ -89,8 +91,28 @@ def validated() -> AbstractContextManager[Any]:
 def uncompiled() -> Iterator[None]:
     """Code that was given to `torch.compile` runs as it is written, where it is traced and where that is checked."""
     traced_through = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-    with TRACING, torch.compiler.set_stance("force_eager"), traced_through:  # both are the whole process's
+    branching = mock.patch.object(CondOp, "__call__", in_this_thread(_one_branch, CondOp.__call__))
+    # the stance and the setting are the whole process's
+    with TRACING, torch.compiler.set_stance("force_eager"), traced_through, branching:
         yield
+
+
+def _one_branch(_: CondOp, pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+    """`torch.cond` as the `if` that it stands for: not compiled, it has no gradient for parameters in its branches' closures.
+
+    What it asks of a tensor is then read as Python code reads it.
+    """
+    return (true_fn if pred else false_fn)(*operands)
+
+
+def in_this_thread(patched: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """The patched function where the trace runs, and the real one in all other threads."""
+    here = threading.get_ident()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (patched if threading.get_ident() == here else real)(*args, **kwargs)
+
+    return run
 
 
 def recordable(tree: Any) -> Any:

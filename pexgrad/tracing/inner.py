@@ -20,11 +20,10 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
 
 from ..base import trees
-from ..base.modes import inside_transform, outside_transforms, unwrapped
+from ..base.modes import in_this_thread, inside_transform, outside_transforms, unwrapped
 from ..base.numerics import is_inexact
 from ..base.source import calling_line
 from ..errors import ANY_MODEL, TraceError
-from .watching import in_this_thread
 
 aten = torch.ops.aten
 

@@ -17,13 +17,13 @@ import torch
 
 from ..base import trees
 from ..base.fakes import TRACING
+from ..base.modes import in_this_thread
 from ..base.still import StandStill
 from ..errors import ANY_MODEL, TraceError
 from ..inputs.call import Call
 from ..inputs.generators import States
 from ..inputs.rebind import Bound
 from .trace import Trace
-from .watching import in_this_thread
 
 
 def rehearsed(model: Bound, call: Call, tracing: Callable[[], Trace]) -> Trace:

@@ -174,16 +174,20 @@ def _recorded(run: Callable[..., list[Tensor]], fakes: list[Tensor], *, below: b
     except PexgradError:
         raise
     except Exception as e:
-        why = (
-            "torch knows no shape of its result" if isinstance(e, UnsupportedOperatorException) else _NO_GRAPH
-        )
         raise TraceError(
             f"the model has no static graph: {type(e).__name__}: {first_line(e)}{user_line(e)}; "
-            f"{FORMS if below else why}: {ANY_MODEL}"
+            f"{FORMS if below else _reason(e)}: {ANY_MODEL}"
         ) from e
 
 
-_NO_GRAPH = "control flow or shapes that depend on data cannot be traced"
+def _reason(e: Exception) -> str:
+    if isinstance(e, UnsupportedOperatorException):
+        return "torch knows no shape of its result"
+    if isinstance(e, TypeError) and "SymInt" in str(e):
+        return (
+            "the batch size stands for any number there, and cannot be in the key of a dict (x.shape[1:] can)"
+        )
+    return "control flow or shapes that depend on data cannot be traced"
 
 
 def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, reader: Reader, *, below: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..base.fakes import computes_metadata, quiet, symbolic_len
-from ..base.modes import inside_transform
+from ..base.modes import in_this_thread, inside_transform
 from ..base.source import calling_line
 from ..errors import ANY_MODEL, TraceError
 from .numbers import noting_numbers
@@ -142,16 +141,6 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
         for held in (m._parameters, m._buffers):
             held.update({k: fn(t) for k, t in held.items() if t is not None})  # type: ignore[misc]
     return module
-
-
-def in_this_thread(patched: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
-    """The patched function where the trace runs, and the real one in all other threads."""
-    here = threading.get_ident()
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (patched if threading.get_ident() == here else real)(*args, **kwargs)
-
-    return run
 
 
 def _without_nesting(forward: Callable[..., Any]) -> Callable[..., Any]:
