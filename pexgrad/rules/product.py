@@ -33,14 +33,16 @@ def _matrix(
     own, other, out = ("mi", "io", "mo") if first else ("io", "mi", "mo")
     if len(shape) == 1:
         own, out = "i", "o" if first else "m"
-    lead = string.ascii_uppercase[: g.dim() - 1 - len(out)]
+    lead = string.ascii_uppercase[
+        : g.dim() - 1 - len(out)
+    ]  # leading dimensions of y; the others have the last of them
     out, other = lead + out, lead[len(lead) - (x.dim() - 3) :] + other
     batch = out[batch_dim]
     out, other = out.replace(batch, ""), other.replace(batch, "")
     sizes = dict(zip(out, g.shape[2:], strict=True))
     of_w = zip(lead[len(lead) - len(shape[:-2]) :], shape, strict=False)
     heads = [c for c, n in of_w if n != 1 or sizes.get(c) == 1]  # along the others w is repeated
-    missing = [c for c in heads if c not in other]
+    missing = [c for c in heads if c not in other]  # for all of them alike, as it is where x has size 1
     x, other = x[(slice(None), slice(None), *[None] * len(missing))], "".join(missing) + other
     x = x.expand(*x.shape[:2], *(sizes[c] if c in heads else -1 for c in other))
     own_sizes = {c: sizes[c] for c in heads} | dict(zip(own, shape[-2:], strict=True))
