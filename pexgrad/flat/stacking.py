@@ -51,7 +51,7 @@ def rule_for(operation: Any) -> Rule | None:
     """The rule for an operation, if there is one."""
     rule = _rules.get(operation)
     if rule is None and torch.Tag.pointwise in operation.tags and not operation._schema.is_mutable:
-        return lambda m, a: elementwise(operation, m, a)
+        return lambda m, a: _elementwise(operation, m, a)
     return rule
 
 
@@ -114,8 +114,7 @@ def split(tree: Any, m: int) -> Any:
     aten.gelu_backward.default, aten.silu_backward.default, aten.softplus_backward.default, aten.elu_backward.default,
     aten.leaky_relu_backward.default, aten.hardtanh_backward.default, aten.detach.default, aten.copy.default,
 )  # fmt: skip
-def elementwise(operation: Any, m: int, a: Arguments) -> Stacked:
-    """Number by number, of which some are stacked."""
+def _elementwise(operation: Any, m: int, a: Arguments) -> Any:
     rank = max(map(rank_of, _tensors(a)))
 
     def aligned(v: Tensor | Stacked) -> Tensor:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.nodes import by_name
-from .stacking import Arguments, Stacked, called, elementwise, full, rank_of, register, split, values_of
+from .stacking import Arguments, Stacked, called, full, rank_of, register, split, values_of
 
 aten = torch.ops.aten
 
@@ -23,7 +22,15 @@ aten = torch.ops.aten
 # --- products ---------------------------------------------------------------------------------------
 
 
-@register(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
+@register(aten.bmm.default)
+def _bmm(operation: Any, m: int, a: Arguments) -> Any:
+    left, right = (full(a[k], m).flatten(0, 1) for k in ("self", "mat2"))
+    if not left.shape[0]:
+        return NotImplemented
+    return Stacked(torch.bmm(left, right).unflatten(0, (m, -1)))
+
+
+@register(aten.mm.default, aten.mv.default, aten.dot.default)
 def _product(operation: Any, m: int, a: Arguments) -> Any:
     left, right = a.values()
     row, column = rank_of(left) == 1, rank_of(right) == 1
@@ -85,14 +92,14 @@ def _convolution_backward(operation: Any, m: int, a: Arguments) -> Any:
 # --- normalisation ----------------------------------------------------------------------------------
 
 
-def _affine(m: int, x: Stacked, weight: Any, bias: Any, behind: int) -> Stacked:
-    """x times a weight plus a bias, each with so many dimensions of x behind its own."""
-    for operation, v in ((aten.mul.Tensor, weight), (aten.add.Tensor, bias)):
+def _affine(x: Stacked, weight: Any, bias: Any, behind: int) -> Stacked:
+    """x times a weight plus a bias, each (m, 1.., *w, 1..) with so many dimensions of x behind its own."""
+    values = x.values
+    for v, apply in ((weight, torch.mul), (bias, torch.add)):
         if v is not None:
-            column = values_of(v).reshape(*values_of(v).shape, *[1] * behind)
-            other = Stacked(column) if isinstance(v, Stacked) else column
-            x = elementwise(operation, m, by_name(operation, (x, other), {}))
-    return x
+            lead = [len(values), *[1] * (x.dim - behind - rank_of(v))] if isinstance(v, Stacked) else []
+            values = apply(values, values_of(v).reshape(*lead, *v.shape, *[1] * behind))
+    return Stacked(values)
 
 
 def _plain(m: int, a: Arguments) -> Arguments:
@@ -117,13 +124,13 @@ def _normalised(operation: Any, m: int, a: Arguments) -> Any:
     if _has_no_batch(a):
         return NotImplemented
     out, mean, rstd = split(called(operation, _plain(m, a)), m)
-    return _affine(m, out, a["weight"], a["bias"], _behind(a)), mean, rstd
+    return _affine(out, a["weight"], a["bias"], _behind(a)), mean, rstd
 
 
 @register(aten.native_layer_norm_backward.default, aten.native_group_norm_backward.default)
 def _normalised_backward(operation: Any, m: int, a: Arguments) -> Any:
     if _has_no_batch(a) or a["output_mask"][1] or a["output_mask"][2]:
         return NotImplemented
-    g = _affine(m, Stacked(full(a["grad_out"], m)), a["weight"], None, _behind(a))
+    g = _affine(Stacked(full(a["grad_out"], m)), a["weight"], None, _behind(a))
     x, _, _ = called(operation, _plain(m, a | {"grad_out": g}))
     return split(x, m), None, None
