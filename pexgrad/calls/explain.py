@@ -39,7 +39,7 @@ class Explanation:
 
     def __repr__(self) -> str:
         header = tuple(f.name for f in fields(Line))
-        rows = [header, *(tuple(_text(v) for v in astuple(line)) for line in self.lines)]
+        rows = [header, *([f"{v:,}" if type(v) is int else v for v in astuple(line)] for line in self.lines)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         text = ["  ".join(v.ljust(w) for v, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
@@ -97,7 +97,3 @@ def _lines(pipeline: Pipeline, uses: Uses, params: dict[str, Tensor], size: dict
 def _by_rows(params: dict[str, Tensor], terms: list[Term]) -> set[str]:
     """Parameters whose norms take rows, whatever the factors could do: computed from others, or used in parts that overlap."""
     return {k for c in components(params, terms, False) if c.windows() is None for k in c.leaves}
-
-
-def _text(v: object) -> str:
-    return f"{v:,}" if isinstance(v, int) else str(v)

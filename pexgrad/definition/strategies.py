@@ -6,7 +6,7 @@ at a batch of one. The first example runs at copies of the parameters, and so do
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,9 +18,21 @@ from ..losses.loss import LossFunction, refuse_reading_parameters
 from ..operator.jacobian import Jacobian
 
 
-def _example_loss(model: Bound, losses: LossFunction, one: Call) -> Tensor:
-    output = model.run(one.params, one.x)
-    return losses.of_each(lambda _: (output, one.y), 1)[0]
+def _each(
+    model: Bound, losses: LossFunction, at: Call, *, aliased: bool
+) -> Iterator[tuple[Call, Call, Tensor]]:
+    """Each example, what it runs at (the same, or copies of the parameters) and its loss."""
+    writes = True
+    for b in range(at.batch):
+        one = at.examples(b, b + 1)
+        one = one.at({k: p.view_as(p) for k, p in at.params.items()}) if aliased else one
+        given = one.copied() if writes else one
+        output = model.run(given.params, given.x)
+        loss = losses.of_one(output, given.y)
+        if not b:
+            refuse_reading_parameters(loss, given)
+            writes = model.writes_to_parameters() or _has_written(given, at)
+        yield one, given, loss
 
 
 def _has_written(given: Call, at: Call) -> bool:
@@ -38,15 +50,9 @@ def grad_or_zeros(loss: Tensor, leaves: list[Tensor], create_graph: bool = False
 
 def naive(model: Bound, loss: LossFunction, at: Call, create_graph: bool = False) -> Jacobian:
     """One example at a time: the definition."""
-    losses, rows, writes = [], [], True
+    losses, rows = [], []
     with torch.enable_grad():
-        for b in range(at.batch):
-            one = at.examples(b, b + 1)
-            given = one.copied() if writes else one
-            value = _example_loss(model, loss, given)
-            if not b:
-                refuse_reading_parameters(value, given)
-                writes = model.writes_to_parameters() or _has_written(given, at)
+        for _, given, value in _each(model, loss, at, aliased=False):
             rows.append(grad_or_zeros(value, [given.params[k] for k in at.trainable], create_graph))
             losses.append(value if create_graph else value.detach())
             _refuse_inner_backward(given)
@@ -55,15 +61,10 @@ def naive(model: Bound, loss: LossFunction, at: Call, create_graph: bool = False
 
 def multi(model: Bound, loss: LossFunction, at: Call, create_graph: bool = False) -> Jacobian:
     """Every example with its own aliases of the parameters, views and not copies of most; one backward through the sum."""
-    losses, aliases, writes = [], [], True
+    losses, aliases = [], []
     with torch.enable_grad():
-        for b in range(at.batch):
-            mine = at.examples(b, b + 1).at({k: p.view_as(p) for k, p in at.params.items()})
-            given = mine.copied() if writes else mine
-            losses.append(_example_loss(model, loss, given))
-            if not b:
-                refuse_reading_parameters(losses[0], given)
-                writes = model.writes_to_parameters() or _has_written(given, at)
+        for mine, _, value in _each(model, loss, at, aliased=True):
+            losses.append(value)
             aliases.append([mine.params[k] for k in at.trainable])
         flat = [a for mine in aliases for a in mine]
         grads = grad_or_zeros(torch.stack(losses).sum(), flat, create_graph)

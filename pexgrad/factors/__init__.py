@@ -7,6 +7,7 @@ from ._base import slices as slices
 from .balance import cancels as cancels
 from .broadcast import Broadcast as Broadcast
 from .broadcast import repeats_as_positions as repeats_as_positions
+from .broadcast import summed_to as summed_to
 from .conv import Conv as Conv
 from .convolving import Geometry as Geometry
 from .dense import Replay as Replay
@@ -18,4 +19,3 @@ from .multiple import scaled as scaled
 from .outer import Outer as Outer
 from .permuted import Permuted as Permuted
 from .scatter import Scatter as Scatter
-from .summed import summed_to as summed_to

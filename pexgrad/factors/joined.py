@@ -29,14 +29,10 @@ def join(factors: Sequence[Factor]) -> list[Factor]:
 
 
 def _signature(f: Factor) -> Hashable:
-    if isinstance(f, Outer):
-        return Outer, f.g.shape[2:], f.x.shape[2:]
-    if isinstance(f, Scatter):
-        return Scatter, f.g.shape[2:]
     if isinstance(f, Broadcast):
         return Broadcast
-    if isinstance(f, Conv):
-        return Conv, f.g.shape[2:], f.x.shape[2:], f.geometry
+    if isinstance(f, Outer | Scatter | Conv):
+        return type(f), *(v.shape[2:] for v in f.held()), getattr(f, "geometry", None)
     return id(f)
 
 

@@ -58,9 +58,6 @@ class Multiple(Factor):
     def times(self, number: object) -> Multiple:
         return replace(self, factor=self.factor.times(number))
 
-    def take(self, s: slice) -> Multiple:
-        return replace(self, factor=self.factor.take(s))
-
     def widened(self) -> Multiple:
         return replace(self, factor=self.factor.widened())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,44 +104,37 @@ class Scatter(Factor):
         return real(table[self.ids] * accumulable(self.g)).flatten(1).sum(1)
 
     def _inner(self, other: Factor) -> Tensor | None:
-        if isinstance(other, Scatter):
-            return gather([self._pairs(other, s) for s in self.slices(self._pair_bytes(other.ids.shape[1]))])
-        if isinstance(other, Outer) and self._is_head(other):
-            return gather([self._head(other, s) for s in self.slices(self._pair_bytes(other.g.shape[1]))])
-        return None
+        if (pairs := self._pairs_with(other)) is None:
+            return None
+        return gather([pairs(self.take(s), other.take(s)) for s in self.slices(self._bytes_of_pairs(other))])
 
     def _gram(self, other: Factor) -> Tensor | None:
-        pairs: Callable[..., Tensor]
-        if isinstance(other, Outer) and self._is_head(other):
-            pairs, positions = Scatter._head, other.g.shape[1]
-        elif isinstance(other, Scatter):
-            pairs, positions = Scatter._pairs, other.ids.shape[1]
-        else:
+        if (pairs := self._pairs_with(other)) is None:
             return None
-        lines = []
+        lines, pieces = [], [*other.slices(self._bytes_of_pairs(other))]
         for b in range(self.batch):  # expanded to a piece of the other batch at a time
             one = self.take(slice(b, b + 1))
-            parts = [
-                pairs(one._expanded(s.stop - s.start), other.take(s), slice(None))
-                for s in other.slices(self._pair_bytes(positions))
-            ]
-            lines.append(gather(parts))
+            lines.append(gather([pairs(one._expanded(s.stop - s.start), other.take(s)) for s in pieces]))
         return torch.stack(lines) if lines else self.g.new_zeros(0, other.batch)
 
     def _expanded(self, batch: int) -> Scatter:
         return replace(self, g=self.g.expand(batch, -1, -1), ids=self.ids.expand(batch, -1))
 
-    def _pair_bytes(self, positions: int) -> int:
-        return self.ids.shape[1] * positions * 8
+    def _pairs_with(self, other: Factor) -> Callable[[Scatter, Any], Tensor] | None:
+        """How inner products (b,) with another table's rows, or with those of a head, go by pairs of positions."""
+        if isinstance(other, Scatter):
+            return Scatter._pairs
+        is_head = isinstance(other, Outer) and other.g.shape[2] == 1 and other.g.shape[3] == self.shape[0]
+        return Scatter._head if is_head else None
 
-    def _pairs(self, other: Scatter, s: slice) -> Tensor:
-        same = self.ids[s][:, :, None] == other.ids[s][:, None, :]  # (b, t, u)
-        return (same * real(accumulable(self.g[s]) @ accumulable(other.g[s]).mH)).sum((1, 2))
+    def _bytes_of_pairs(self, other: Factor) -> int:
+        return self.ids.shape[1] * other.numbers.shape[1] * 8
 
-    def _is_head(self, other: Outer) -> bool:
-        return other.g.shape[2] == 1 and other.g.shape[3] == self.shape[0]
+    def _pairs(self, other: Scatter) -> Tensor:
+        same = self.ids[:, :, None] == other.ids[:, None, :]  # (b, t, u)
+        return (same * real(accumulable(self.g) @ accumulable(other.g).mH)).sum((1, 2))
 
-    def _head(self, head: Outer, s: slice) -> Tensor:
-        g, x = accumulable(head.g[s, :, 0]), accumulable(head.x[s, :, 0])  # (b, t, v), (b, t, f)
-        ids = self.ids[s][:, None, :].expand(-1, g.shape[1], -1)
-        return real(g.gather(2, ids) * (x @ accumulable(self.g[s]).mH)).sum((1, 2))
+    def _head(self, head: Outer) -> Tensor:
+        g, x = accumulable(head.g[:, :, 0]), accumulable(head.x[:, :, 0])  # (b, t, v), (b, t, f)
+        ids = self.ids[:, None, :].expand(-1, g.shape[1], -1)
+        return real(g.gather(2, ids) * (x @ accumulable(self.g).mH)).sum((1, 2))

@@ -132,6 +132,7 @@ def _elementwise(operation: Any, m: int, a: Arguments) -> Any:
 
 _DIMS = ("dim", "dim0", "dim1", "dim2", "dims", "dimension")
 _SIZES = ("size", "sizes", "shape", "input_sizes")
+_OF_NUMBERS = {aten.unsqueeze.default, aten.reshape.default, aten.stack.default}
 
 
 @register(
@@ -159,9 +160,6 @@ def _along_dimensions(operation: Any, m: int, a: Arguments) -> Any:
         return _map(lambda t: full(t, m), v)
 
     return _stacked(called(operation, {k: moved(k, v) for k, v in a.items()}))
-
-
-_OF_NUMBERS = {aten.unsqueeze.default, aten.reshape.default, aten.stack.default}
 
 
 def _further(dim: Any, a: Arguments) -> Any:
@@ -197,16 +195,12 @@ def _squeezed(operation: Any, m: int, a: Arguments) -> Any:
     return Stacked(a["self"].values.reshape(m, *(n for n in a["self"].shape if n != 1)))
 
 
-@register(aten.repeat.default)
-def _repeat(operation: Any, m: int, a: Arguments) -> Any:
-    x, repeats = a["self"], a["repeats"]
-    return Stacked(x.values.reshape(m, *[1] * (len(repeats) - x.dim), *x.shape).repeat(1, *repeats))
-
-
-@register(aten.expand.default)
-def _expand(operation: Any, m: int, a: Arguments) -> Any:
-    x, size = a["self"], list(a["size"])
-    return Stacked(x.values.reshape(m, *[1] * (len(size) - x.dim), *x.shape).expand(m, *size))
+@register(aten.expand.default, aten.repeat.default)
+def _repeated(operation: Any, m: int, a: Arguments) -> Any:
+    x, times = a["self"], a.get("repeats")
+    sizes = a["size"] if times is None else times
+    aligned = x.values.reshape(m, *[1] * (len(sizes) - x.dim), *x.shape)
+    return Stacked(aligned.expand(m, *sizes) if times is None else aligned.repeat(1, *times))
 
 
 @register(aten.sum.default, aten.mean.default)

@@ -4,13 +4,11 @@ The shapes, for a member's (*shape):
 
     products            (m, n, k) @ (m, k, p)
     convolution         x (b, m*c, *s), weight (m*d, c/g, *k), with m*g groups
-    normalisation       over the batch, without weight and bias, which then are elementwise
-    indexing            the member's number is one more index, before the others
+    normalisation       (m*b, *rest), without weight and bias, which then are elementwise
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,17 +22,22 @@ aten = torch.ops.aten
 # --- products ---------------------------------------------------------------------------------------
 
 
-@register(aten.mm.default)
-def _mm(operation: Any, m: int, a: Arguments) -> Any:
-    return Stacked(torch.matmul(values_of(a["self"]), values_of(a["mat2"])))
-
-
 @register(aten.bmm.default)
 def _bmm(operation: Any, m: int, a: Arguments) -> Any:
     left, right = (full(a[k], m).flatten(0, 1) for k in ("self", "mat2"))
     if not left.shape[0]:
         return NotImplemented
     return Stacked(torch.bmm(left, right).unflatten(0, (m, -1)))
+
+
+@register(aten.mm.default, aten.mv.default, aten.dot.default)
+def _product(operation: Any, m: int, a: Arguments) -> Any:
+    left, right = a.values()
+    row, column = rank_of(left) == 1, rank_of(right) == 1
+    if not row and not column:
+        return Stacked(torch.matmul(values_of(left), values_of(right)))
+    product = torch.matmul(full(left, m)[:, None] if row else full(left, m), full(right, m)[..., None])
+    return Stacked(product.flatten(0 if row else 1))
 
 
 @register(aten.addmm.default)
@@ -44,14 +47,6 @@ def _addmm(operation: Any, m: int, a: Arguments) -> Any:
         bias = bias[:, None]
     left, right = (full(a[k], m) for k in ("mat1", "mat2"))
     return Stacked(torch.baddbmm(bias, left, right, beta=a["beta"], alpha=a["alpha"]))
-
-
-@register(aten.mv.default, aten.dot.default)
-def _vectors(operation: Any, m: int, a: Arguments) -> Any:
-    matrix, vector = a.values()
-    product = torch.matmul(full(matrix, m).unsqueeze(-2) if rank_of(matrix) == 1 else full(matrix, m),
-                           full(vector, m).unsqueeze(-1)).squeeze(-1)  # fmt: skip
-    return Stacked(product.squeeze(-1) if rank_of(matrix) == 1 else product)
 
 
 # --- convolution ------------------------------------------------------------------------------------
@@ -97,98 +92,45 @@ def _convolution_backward(operation: Any, m: int, a: Arguments) -> Any:
 # --- normalisation ----------------------------------------------------------------------------------
 
 
-def _affine(out: Stacked, weight: Any, bias: Any, spread: Callable[[Tensor], Tensor]) -> Stacked:
-    values = out.values
+def _affine(x: Stacked, weight: Any, bias: Any, behind: int) -> Stacked:
+    """x times a weight plus a bias, each (m, 1.., *w, 1..) with so many dimensions of x behind its own."""
+    values = x.values
     for v, apply in ((weight, torch.mul), (bias, torch.add)):
         if v is not None:
-            values = apply(values, spread(values_of(v)))
+            lead = [len(values), *[1] * (x.dim - behind - rank_of(v))] if isinstance(v, Stacked) else []
+            values = apply(values, values_of(v).reshape(*lead, *v.shape, *[1] * behind))
     return Stacked(values)
 
 
-def _spread_last(x: Stacked | Tensor, dims: int) -> Callable[[Tensor], Tensor]:
-    """For weights over the last `dims` dimensions: (m, *w) -> (m, 1.., *w)."""
-
-    def spread(w: Tensor) -> Tensor:
-        return w if w.dim() == dims else w.reshape(w.shape[0], *[1] * (rank_of(x) - dims), *w.shape[1:])
-
-    return spread
+def _plain(m: int, a: Arguments) -> Arguments:
+    """The arguments of a normalisation without weight and bias, with the members in the batch."""
+    own = {k: full(a[k], m).flatten(0, 1) for k in ("grad_out", "input", "mean", "rstd") if k in a}
+    nothing = dict.fromkeys(a.keys() & {"weight", "bias"})
+    return a | {k: v.contiguous() for k, v in own.items()} | nothing | ({"N": m * a["N"]} if "N" in a else {})
 
 
-def _spread_channels(x: Stacked | Tensor) -> Callable[[Tensor], Tensor]:
-    """For weights over channels: (m, c) -> (m, 1, c, 1..)."""
-
-    def spread(w: Tensor) -> Tensor:
-        return w.reshape(*w.shape[:-1], *[1] * (w.dim() - 1), w.shape[-1], *[1] * (rank_of(x) - 2))
-
-    return spread
+def _has_no_batch(a: Arguments) -> bool:
+    """Whether it normalises all of its input, so that there is no batch to put the members in."""
+    return rank_of(a["input"]) == len(a.get("normalized_shape", ()))
 
 
-@register(aten.native_layer_norm.default)
-def _layer_norm(operation: Any, m: int, a: Arguments) -> Any:
-    x, dims = a["input"], len(a["normalized_shape"])
-    out, mean, rstd = called(operation, a | {"input": full(x, m), "weight": None, "bias": None})
-    return _affine(Stacked(out), a["weight"], a["bias"], _spread_last(x, dims)), Stacked(mean), Stacked(rstd)
+def _behind(a: Arguments) -> int:
+    """How many dimensions are behind those of the weight: none in a layer norm, all behind the channels in a group norm."""
+    return rank_of(a["input"]) - 2 if "N" in a else 0
 
 
-@register(aten.native_layer_norm_backward.default)
-def _layer_norm_backward(operation: Any, m: int, a: Arguments) -> Any:
-    if a["output_mask"][1] or a["output_mask"][2]:
+@register(aten.native_layer_norm.default, aten.native_group_norm.default)
+def _normalised(operation: Any, m: int, a: Arguments) -> Any:
+    if _has_no_batch(a):
         return NotImplemented
-    spread = _spread_last(a["input"], len(a["normalized_shape"]))
-    g = _affine(Stacked(full(a["grad_out"], m)), a["weight"], None, spread).values
-    own = {k: full(a[k], m).contiguous() for k in ("input", "mean", "rstd")}
-    x, _, _ = called(operation, a | own | {"grad_out": g.contiguous(), "weight": None, "bias": None})
-    return Stacked(x), None, None
+    out, mean, rstd = split(called(operation, _plain(m, a)), m)
+    return _affine(out, a["weight"], a["bias"], _behind(a)), mean, rstd
 
 
-@register(aten.native_group_norm.default)
-def _group_norm(operation: Any, m: int, a: Arguments) -> Any:
-    x = a["input"]
-    plain = {"input": full(x, m).flatten(0, 1), "weight": None, "bias": None, "N": m * a["N"]}
-    out, mean, rstd = split(called(operation, a | plain), m)
-    return _affine(out, a["weight"], a["bias"], _spread_channels(x)), mean, rstd
-
-
-@register(aten.native_group_norm_backward.default)
-def _group_norm_backward(operation: Any, m: int, a: Arguments) -> Any:
-    if a["output_mask"][1] or a["output_mask"][2]:
+@register(aten.native_layer_norm_backward.default, aten.native_group_norm_backward.default)
+def _normalised_backward(operation: Any, m: int, a: Arguments) -> Any:
+    if _has_no_batch(a) or a["output_mask"][1] or a["output_mask"][2]:
         return NotImplemented
-    g = _affine(Stacked(full(a["grad_out"], m)), a["weight"], None, _spread_channels(a["input"])).values
-    own = {k: full(a[k], m).flatten(0, 1).contiguous() for k in ("input", "mean", "rstd")}
-    x, _, _ = called(
-        operation, a | own | {"grad_out": g.flatten(0, 1).contiguous(), "weight": None, "N": m * a["N"]}
-    )
+    g = _affine(Stacked(full(a["grad_out"], m)), a["weight"], None, _behind(a))
+    x, _, _ = called(operation, _plain(m, a | {"grad_out": g}))
     return split(x, m), None, None
-
-
-# --- indexing ---------------------------------------------------------------------------------------
-
-
-@register(aten.embedding.default)
-def _embedding(operation: Any, m: int, a: Arguments) -> Any:
-    table, ids = a["weight"], a["indices"]
-    if not isinstance(table, Stacked):
-        return Stacked(called(operation, a | {"indices": ids.values}))
-    if not isinstance(ids, Stacked):
-        return Stacked(table.values[:, ids])
-    return Stacked(table.values[_each(m, ids.dim, ids.values.device), ids.values])
-
-
-def _each(m: int, dims: int, device: torch.device) -> Tensor:
-    """(m, 1..): the number of each member."""
-    return torch.arange(m, device=device).reshape(m, *[1] * dims)
-
-
-@register(aten.index.Tensor, aten.index_put.default)
-def _index(operation: Any, m: int, a: Arguments) -> Any:
-    indices = a["indices"]
-    if any(i is None for i in indices) or any(values_of(i).dtype == torch.bool for i in indices):
-        return NotImplemented
-    rank = max(map(rank_of, indices))
-    moved = [full(i, m).reshape(m, *[1] * (rank - rank_of(i)), *i.shape) for i in indices]
-    given = a | {"self": full(a["self"], m), "indices": [_each(m, rank, moved[0].device), *moved]}
-    if "values" in a:
-        values = a["values"]  # (*index, *rest), with fewer dimensions where it is broadcast
-        expected = rank + rank_of(a["self"]) - len(indices)
-        given["values"] = full(values, m).reshape(m, *[1] * (expected - rank_of(values)), *values.shape)
-    return Stacked(called(operation, given))

@@ -80,13 +80,9 @@ def beside(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
             yield name, cell.cell_contents
-    yield from _among_globals(function)
-    yield from ((n, sys.modules[n]) for n in sorted(names_of(function).imported) if n in sys.modules)
-
-
-def _among_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for name in sorted(names_of(function).of_globals & function.__globals__.keys()):
-        yield name, function.__globals__[name]
+    held, names = function.__globals__, names_of(function)
+    yield from ((n, held[n]) for n in sorted(names.of_globals & held.keys()))
+    yield from ((n, sys.modules[n]) for n in sorted(names.imported) if n in sys.modules)
 
 
 def _functions_of(held: Any, names: frozenset[str]) -> list[Any]:

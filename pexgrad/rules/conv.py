@@ -73,7 +73,7 @@ def conv_transpose_weight(
     return Conv(g, x, geometry, shape, dtype, conv_rule)
 
 
-def conv_bias(g: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
+def channel_bias(g: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
     return Broadcast(channels_last(g), None, shape, dtype)
 
 
@@ -90,10 +90,10 @@ def convolution_weight(
     )  # fmt: skip
 
 
-register_rule(aten.convolution.default, "bias", batch_dim=0)(conv_bias)
+register_rule(aten.convolution.default, "bias", batch_dim=0)(channel_bias)
 for operation in PLAIN:
     register_rule(operation, "weight", batch_dim=0)(conv_weight)
 for operation in TRANSPOSED:
     register_rule(operation, "weight", batch_dim=0)(conv_transpose_weight)
 for operation in PLAIN + TRANSPOSED:
-    register_rule(operation, "bias", batch_dim=0)(conv_bias)
+    register_rule(operation, "bias", batch_dim=0)(channel_bias)

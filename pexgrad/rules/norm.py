@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..base.numerics import channels_last
 from ..factors import Broadcast
+from .conv import channel_bias
 from .linear import together
 from .registry import register_rule
 
@@ -30,12 +31,10 @@ def last_dims(g: Tensor, r: Tensor | None, shape: torch.Size, dtype: torch.dtype
     return Broadcast(g.flatten(-n).flatten(1, -2), r, shape, dtype)
 
 
-def channels(g: Tensor, r: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
+def channels(g: Tensor, r: Tensor, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
     """g and r (b, t, c, *s)."""
-    if r is not None:
-        g, r = together(g, r)
-        r = channels_last(r)
-    return Broadcast(channels_last(g), r, shape, dtype)
+    g, r = together(g, r)
+    return Broadcast(channels_last(g), channels_last(r), shape, dtype)
 
 
 @register_rule(aten.layer_norm.default, "weight")
@@ -92,10 +91,6 @@ def _standardise(x: Tensor, mean: Any, var: Any, eps: float) -> Tensor:
     """x (b, t, c, *s) by the running statistics of its channels."""
     column = (-1, *[1] * (x.dim() - 3))
     return (x - mean.reshape(column)) * (var + eps).rsqrt().reshape(column)
-
-
-def channel_bias(g: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Broadcast:
-    return channels(g, None, shape, dtype)
 
 
 for operation in (aten.group_norm.default, aten.instance_norm.default, aten.batch_norm.default):

@@ -18,9 +18,10 @@ from ..inputs.call import Call
 # batch sizes to try, in this order: three tell the parts of a fold apart
 SIZES = (3, 2, 4, 5, 6, 8, 16, 32, 64)
 
-
-# how examples are made up where there are too few: of values from elsewhere, which may not fit one another (boxes whose left edge
-# is right of the right one); of numbers with noise, of which some models take none (ids in a table of floats); of the user's own
+# ways to make up examples where the batch has too few:
+#   scrambled   values from elsewhere, which may not fit one another (a box whose left edge is right of its right one)
+#   noisy       numbers with noise, which some models do not take (ids in a table of floats)
+#   repeated    the user's own once more
 REPEATED = "repeated"
 MADE_UP = ("scrambled", "noisy", REPEATED)
 

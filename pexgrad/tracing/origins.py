@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,10 +52,6 @@ def module_paths(forward: Callable[..., Any]) -> Iterator[None]:
 
 def user_line(e: BaseException) -> str:
     """The innermost line of the user's code in the traceback of `e`, as ` (at file.py:12)`."""
-    where, tb = "", e.__traceback__
-    while tb is not None:
-        name = tb.tb_frame.f_code.co_filename
-        if not is_library(name):
-            where = f" (at {name}:{tb.tb_lineno})"
-        tb = tb.tb_next
-    return where
+    lines = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(e.__traceback__)]
+    own = [f" (at {name}:{line})" for name, line in lines if not is_library(name)]
+    return own[-1] if own else ""

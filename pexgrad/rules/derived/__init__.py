@@ -9,9 +9,8 @@
 A low-rank update that is merged into its weight, w + u v, has no row of w's size this way.
 """
 
-from . import functions as functions
 from . import lookups as lookups
+from . import multiples as multiples
 from . import products as products
 from . import reductions as reductions
 from . import shapes as shapes
-from . import sums as sums

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...base.numerics import accumulable
 from ...factors import Broadcast, Factor, Outer
 from ..registry import register_pullback
-from .sums import to_operand
+from .multiples import to_operand
 
 aten = torch.ops.aten
 
@@ -26,20 +26,23 @@ def _takes(factor: Factor, shape: torch.Size, other: Tensor, inner: int) -> Type
     return t * inner * (o + i) <= o * i * (t / 2 + inner)
 
 
-def _first(factor: Factor, second: Tensor, shape: torch.Size) -> Factor | None:
+@register_pullback(aten.mm.default, aten.bmm.default)
+def _first(factor: Factor, mat2: Tensor, *, shape: torch.Size) -> Factor | None:
     """To u (..., o, r) in u v."""
-    if not _takes(factor, shape, second, second.shape[-2]):
+    if not _takes(factor, shape, mat2, mat2.shape[-2]):
         return None
     wide = factor.mapped(accumulable)
-    return replace(wide, x=_times_matrix(wide.x, second.mT), shape=tuple(shape))
+    return replace(wide, x=_times_matrix(wide.x, mat2.mT), shape=tuple(shape))
 
 
-def _second(factor: Factor, first: Tensor, shape: torch.Size) -> Factor | None:
+@register_pullback(aten.mm.default, aten.bmm.default, operand="mat2")
+@register_pullback(aten.matmul.default, operand="other")
+def _second(factor: Factor, self: Tensor, *, shape: torch.Size) -> Factor | None:
     """To v (..., r, i) in u v."""
-    if not _takes(factor, shape, first, first.shape[-1]):
+    if not _takes(factor, shape, self, self.shape[-1]):
         return None
     wide = factor.mapped(accumulable)
-    return replace(wide, g=_times_matrix(wide.g, first), shape=tuple(shape))
+    return replace(wide, g=_times_matrix(wide.g, self), shape=tuple(shape))
 
 
 def _times_matrix(v: Tensor, m: Tensor) -> Tensor:
@@ -47,40 +50,20 @@ def _times_matrix(v: Tensor, m: Tensor) -> Tensor:
     return torch.einsum("bthf,hfr->bthr", v, m.to(v.dtype).conj().reshape(-1, *m.shape[-2:]))
 
 
-@register_pullback(aten.mm.default, aten.bmm.default)
-def _product_first(factor: Factor, mat2: Tensor, *, shape: torch.Size) -> Factor | None:
-    return _first(factor, mat2, shape)
-
-
-@register_pullback(aten.mm.default, aten.bmm.default, operand="mat2")
-def _product_second(factor: Factor, self: Tensor, *, shape: torch.Size) -> Factor | None:
-    return _second(factor, self, shape)
-
-
 @register_pullback(aten.matmul.default)
 def _matmul_first(factor: Factor, other: Tensor, *, shape: torch.Size) -> Factor | None:
-    return _mapped(factor, other, shape) if other.dim() == 1 else _first(factor, other, shape)
-
-
-@register_pullback(aten.matmul.default, operand="other")
-def _matmul_second(factor: Factor, self: Tensor, *, shape: torch.Size) -> Factor | None:
-    return _second(factor, self, shape)
-
-
-@register_pullback(aten.addmm.default)
-def _added_to(factor: Factor, *, beta: Any, shape: torch.Size) -> Factor | None:
-    return to_operand(factor, beta, shape)
+    return _mapped(factor, other, shape) if other.dim() == 1 else _first(factor, other, shape=shape)
 
 
 @register_pullback(aten.addmm.default, operand="mat1")
 def _addmm_first(factor: Factor, mat2: Tensor, *, alpha: Any, shape: torch.Size) -> Factor | None:
-    first = _first(factor, mat2, shape)
+    first = _first(factor, mat2, shape=shape)
     return None if first is None else to_operand(first, alpha, shape)
 
 
 @register_pullback(aten.addmm.default, operand="mat2")
 def _addmm_second(factor: Factor, mat1: Tensor, *, alpha: Any, shape: torch.Size) -> Factor | None:
-    second = _second(factor, mat1, shape)
+    second = _second(factor, mat1, shape=shape)
     return None if second is None else to_operand(second, alpha, shape)
 
 

@@ -45,20 +45,14 @@ def _sum(factor: Factor, self: Tensor, *, dim: Sequence[int] | None) -> Factor |
     return _to_lines(factor, self.new_ones(()).expand(self.shape), dim)
 
 
-@register_pullback(aten.sum.default)
-def _sum_of_all(factor: Factor, self: Tensor) -> Factor | None:
-    return _sum(factor, self, dim=None)
-
-
 @register_pullback(aten.mean.dim)
 def _mean(factor: Factor, self: Tensor, *, dim: Sequence[int] | None) -> Factor | None:
     part = accumulable(self).new_full((), factor.row_numel / max(1, self.numel()))
     return _to_lines(factor, part.expand(self.shape), dim)
 
 
-@register_pullback(aten.mean.default)
-def _mean_of_all(factor: Factor, self: Tensor) -> Factor | None:
-    return _mean(factor, self, dim=None)
+register_pullback(aten.sum.default)(lambda factor, self: _sum(factor, self, dim=None))
+register_pullback(aten.mean.default)(lambda factor, self: _mean(factor, self, dim=None))
 
 
 def _deviations(w: Tensor, dim: Sequence[int] | None, correction: float | None) -> tuple[Tensor, float]:
