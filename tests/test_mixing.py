@@ -84,6 +84,8 @@ MODELS = {
     "number_in_a_tensor": lambda p, x: x @ p["w"] * torch.full((), x.shape[0] - 50.0).clamp(min=1),
     "number_counted": lambda p, x: x @ p["w"] * (torch.ones(x.shape[0]).sum() - 50).clamp(min=1),
     "place_in_the_batch": lambda p, x: x @ p["w"] * (1 + (torch.arange(x.shape[0]) // 50)[:, None]),
+    "place_gathered_elsewhere": lambda p, x: x @ p["w"] * x.gather(1, (torch.arange(x.shape[0]) // 50)[:, None]),
+    "place_twice": lambda p, x: x @ p["w"] * x[torch.arange(x.shape[0]), torch.arange(x.shape[0]) // 50][:, None],
 }  # fmt: skip
 
 

@@ -9,7 +9,8 @@ the batch dimension:
 - it looks for each number among those of all examples, or adds them up beside it: `torch.isin(ids, seen)`,
   `torch.bucketize(x, x[:, 0])`, `torch.einsum("bi,ci->b", x, z)`;
 - it does something else to some places in the batch: `h[2:]`, `h.triu()`, `h.index_fill(0, first, 0)`;
-- the size of the batch, or an example's place in it, enters as a number: `h / len(h)`, `torch.arange(len(h))`, `table[:len(h)]`.
+- the size of the batch, or an example's place in it, enters as a number: `h / len(h)`, `torch.arange(len(h))`, `table[:len(h)]`,
+  `h[:, torch.arange(len(h))]`.
 
 Where that reaches an output, an example's output is not its own. Picking by an index along the batch is left to the probe, as is
 the place of an example where it serves as an index of the batch: `h[torch.arange(len(h)), last]` picks from each example.
@@ -220,8 +221,22 @@ def _as_numbers(node: fx.Node, read: list[fx.Node], batch: Any) -> list[fx.Node]
         return read
     if node.target is aten.copy_.default:  # over whatever was there
         read = [n for n in read if n is not node.args[0]]
+    counted = {n for a, schema in bind(node) for n in nodes_in(_without_places(a, schema.name, node, batch))}
+    return [n for n in read if n in counted]
+
+
+def _without_places(argument: Any, name: str, node: fx.Node, batch: Any) -> Any:
+    """What is left of an operation's argument without what only says which examples are meant."""
+    if name not in _PLACES:
+        return argument
     first = next(nodes_in(node.args), None)
-    of_table = first is not None and not batch_dims(value(first), batch)
-    of_places = _PLACES - {"indices", "index"} if of_table else _PLACES
-    places = {n for argument, schema in bind(node) if schema.name in of_places for n in nodes_in(argument)}
-    return [n for n in read if n not in places]
+    if name not in ("indices", "index") or first is None:
+        return ()
+    val = value(first)
+    batched = batch_dims(val, batch)
+    if isinstance(argument, list | tuple):  # an index for each dimension; a mask may be for several
+        masked = any(n.dtype in (torch.bool, torch.uint8) for n in map(value, nodes_in(argument)))
+        return () if masked and batched else [n for i, n in enumerate(argument) if i not in batched]
+    named = by_name(node.target, node.args, node.kwargs)
+    along = range(val.dim()) if named.get("dim") is None else [named["dim"] % max(1, val.dim())]
+    return () if any(d in batched for d in along) else argument
