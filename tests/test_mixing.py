@@ -80,6 +80,16 @@ MODELS = {
     "native_layer_norm_over_the_batch": lambda p, x: (
         x @ p["w"] * (1 + torch.native_layer_norm(far(x)[:, 0], x.shape[:1], None, None, 1e-5)[0][:, None])
     ),
+    "sorted_by_torchs_own": lambda p, x: x @ p["w"] * (1 + torch.msort(far(x))[:, :1]),
+    "flipped": lambda p, x: x @ p["w"] * (1 + torch.flipud(far(x))[:, :1]),
+    "rotated": lambda p, x: x @ p["w"] * (1 + far(x).rot90(2)[:, :1]),
+    "shifted_spectrum": lambda p, x: x @ p["w"] * (1 + torch.fft.fftshift(far(x))[:, :1]),
+    "special_softmax": lambda p, x: x @ p["w"] * torch.special.softmax(far(x), 0)[:, :1].clamp(min=1),
+    "integrated": lambda p, x: x @ p["w"] * (1 + torch.cumulative_trapezoid(far(x).repeat(2, 1), dim=0)[: len(x), :1]),
+    "inverted": lambda p, x: x @ p["w"] * (1 + torch.linalg.pinv(far(x)).T[:, :1]),
+    "factorised": lambda p, x: x @ p["w"] * (1 + torch.linalg.lu_factor_ex(far(x))[0][:, :1]),
+    "shifted_copies": lambda p, x: x @ p["w"] * (1 + torch.cat([far(x), far(x)])[1 : 1 + len(x), :1]),
+    "shifted_by_parts": lambda p, x: x @ p["w"] * (1 + far(x).repeat(2, 1).split([1, len(x), len(x) - 1])[1][:, :1]),
     "number_of_examples": lambda p, x: x @ p["w"] * (1 + x.shape[0] // 100),
     "number_in_a_tensor": lambda p, x: x @ p["w"] * torch.full((), x.shape[0] - 50.0).clamp(min=1),
     "number_counted": lambda p, x: x @ p["w"] * (torch.ones(x.shape[0]).sum() - 50).clamp(min=1),
@@ -120,6 +130,9 @@ LOSSES = {
     ),
     "standardised": lambda o, y: squares(o) * (y - y.double().mean()) / spread(y.double()),
     "sizes_of_columns": lambda o, y: squares(o.renorm(2, 1, 1e3)),
+    "sizes_by_torchs_own": lambda o, y: (
+        squares(o) * torch.special.softmax((o.detach() > 99).double(), 0)[:, 0].clamp(min=1)
+    ),
     "per_target": lambda o, y: F.cross_entropy(o, y, reduction="none") / (y != 9).sum().clamp(min=50),
     "reads_the_batch": reading_the_batch,
 }
