@@ -79,7 +79,8 @@ class Asked(TorchFunctionMode):
         for v in pytree.tree_leaves((args, kwargs)):
             if isinstance(v, Tensor) and not isinstance(v, FakeTensor):
                 self.tensors[id(v)] = v
-        return (_UNASKING[func] if func in _UNASKING else func)(*args, **(kwargs or {}))
+        run: Callable[..., Any] = _UNASKING.get(func) or func
+        return run(*args, **(kwargs or {}))
 
 
 def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
