@@ -317,6 +317,17 @@ class Clipped(torch.autograd.Function):
         return g * (1e3 / g.norm()).clamp(max=1)
 
 
+class FlooredInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(x.abs().max().clamp(min=1e3) / 1e3)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
 class ByExample(torch.autograd.Function):
     """With a weight, whose gradient is a sum over the batch by right."""
 
@@ -341,8 +352,13 @@ def clipped_by_a_hook(p, x):
 
 @pytest.mark.parametrize(
     "model",
-    [lambda p, x: Floored.apply(x @ p["w"]), lambda p, x: Clipped.apply(x @ p["w"]), clipped_by_a_hook],
-    ids=["forward", "backward", "hook"],
+    [
+        lambda p, x: Floored.apply(x @ p["w"]),
+        lambda p, x: FlooredInPlace.apply(x @ p["w"]),
+        lambda p, x: Clipped.apply(x @ p["w"]),
+        clipped_by_a_hook,
+    ],
+    ids=["forward", "in_place", "backward", "hook"],
 )
 def test_what_looks_at_the_whole_batch_inside_a_function(model):
     """It has no effect on these examples, and may have one on others."""

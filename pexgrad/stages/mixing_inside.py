@@ -106,9 +106,11 @@ def _recorded(node: fx.Node, given: Sequence[Tensor], batch: Any) -> tuple[fx.Gr
 
     def run(*flat: Tensor) -> Sequence[Tensor | None]:
         inputs = [t.detach().requires_grad_(is_differentiable(t)) for t in flat[: len(given)]]
-        of = dict(zip(node.all_input_nodes, inputs, strict=True))
-        args, kwargs = map_arg((node.args, node.kwargs), of.__getitem__)
         with torch.enable_grad():
+            of = dict(
+                zip(node.all_input_nodes, [t.clone() for t in inputs], strict=True)
+            )  # which it may write to
+            args, kwargs = map_arg((node.args, node.kwargs), of.__getitem__)
             outputs = trees.tensors(function(*args, **kwargs))
         arriving = zip(filter(is_differentiable, outputs), flat[len(given) :], strict=True)
         followed = [(out, g) for out, g in arriving if out.requires_grad]
