@@ -80,10 +80,22 @@ MODELS = {
     "native_layer_norm_over_the_batch": lambda p, x: (
         x @ p["w"] * (1 + torch.native_layer_norm(far(x)[:, 0], x.shape[:1], None, None, 1e-5)[0][:, None])
     ),
+    "sorted_by_torchs_own": lambda p, x: x @ p["w"] * (1 + torch.msort(far(x))[:, :1]),
+    "flipped": lambda p, x: x @ p["w"] * (1 + torch.flipud(far(x))[:, :1]),
+    "rotated": lambda p, x: x @ p["w"] * (1 + far(x).rot90(2)[:, :1]),
+    "shifted_spectrum": lambda p, x: x @ p["w"] * (1 + torch.fft.fftshift(far(x))[:, :1]),
+    "special_softmax": lambda p, x: x @ p["w"] * torch.special.softmax(far(x), 0)[:, :1].clamp(min=1),
+    "integrated": lambda p, x: x @ p["w"] * (1 + torch.cumulative_trapezoid(far(x).repeat(2, 1), dim=0)[: len(x), :1]),
+    "inverted": lambda p, x: x @ p["w"] * (1 + torch.linalg.pinv(far(x)).T[:, :1]),
+    "factorised": lambda p, x: x @ p["w"] * (1 + torch.linalg.lu_factor_ex(far(x))[0][:, :1]),
+    "shifted_copies": lambda p, x: x @ p["w"] * (1 + torch.cat([far(x), far(x)])[1 : 1 + len(x), :1]),
+    "shifted_by_parts": lambda p, x: x @ p["w"] * (1 + far(x).repeat(2, 1).split([1, len(x), len(x) - 1])[1][:, :1]),
     "number_of_examples": lambda p, x: x @ p["w"] * (1 + x.shape[0] // 100),
     "number_in_a_tensor": lambda p, x: x @ p["w"] * torch.full((), x.shape[0] - 50.0).clamp(min=1),
     "number_counted": lambda p, x: x @ p["w"] * (torch.ones(x.shape[0]).sum() - 50).clamp(min=1),
     "place_in_the_batch": lambda p, x: x @ p["w"] * (1 + (torch.arange(x.shape[0]) // 50)[:, None]),
+    "place_gathered_elsewhere": lambda p, x: x @ p["w"] * x.gather(1, (torch.arange(x.shape[0]) // 50)[:, None]),
+    "place_twice": lambda p, x: x @ p["w"] * x[torch.arange(x.shape[0]), torch.arange(x.shape[0]) // 50][:, None],
 }  # fmt: skip
 
 
@@ -118,6 +130,9 @@ LOSSES = {
     ),
     "standardised": lambda o, y: squares(o) * (y - y.double().mean()) / spread(y.double()),
     "sizes_of_columns": lambda o, y: squares(o.renorm(2, 1, 1e3)),
+    "sizes_by_torchs_own": lambda o, y: (
+        squares(o) * torch.special.softmax((o.detach() > 99).double(), 0)[:, 0].clamp(min=1)
+    ),
     "per_target": lambda o, y: F.cross_entropy(o, y, reduction="none") / (y != 9).sum().clamp(min=50),
     "reads_the_batch": reading_the_batch,
 }
@@ -302,6 +317,17 @@ class Clipped(torch.autograd.Function):
         return g * (1e3 / g.norm()).clamp(max=1)
 
 
+class FlooredInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(x.abs().max().clamp(min=1e3) / 1e3)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
 class ByExample(torch.autograd.Function):
     """With a weight, whose gradient is a sum over the batch by right."""
 
@@ -326,8 +352,13 @@ def clipped_by_a_hook(p, x):
 
 @pytest.mark.parametrize(
     "model",
-    [lambda p, x: Floored.apply(x @ p["w"]), lambda p, x: Clipped.apply(x @ p["w"]), clipped_by_a_hook],
-    ids=["forward", "backward", "hook"],
+    [
+        lambda p, x: Floored.apply(x @ p["w"]),
+        lambda p, x: FlooredInPlace.apply(x @ p["w"]),
+        lambda p, x: Clipped.apply(x @ p["w"]),
+        clipped_by_a_hook,
+    ],
+    ids=["forward", "in_place", "backward", "hook"],
 )
 def test_what_looks_at_the_whole_batch_inside_a_function(model):
     """It has no effect on these examples, and may have one on others."""

@@ -100,6 +100,26 @@ def test_shuffling_is_mixing():
     refusal(model, torch.randn(3, 4), labels(3))
 
 
+def test_tokens_of_all_examples_sorted_by_expert_are_refused_with_a_remedy():
+    """No example depends on another, but whose a token is depends on the data."""
+
+    def forward(s, x):
+        tokens = x.flatten(0, 1)
+        expert = s.gate(tokens).argmax(1)
+        order = expert.argsort(stable=True)
+        chosen = F.one_hot(expert[order], 3).to(x.dtype)
+        out = torch.einsum("ne,nc,ecd->nd", chosen, tokens[order], s.experts)
+        return torch.zeros_like(out).index_copy(0, order, out).view(len(x), 4, 5).mean(1)
+
+    model, x = Net(forward, gate=nn.Linear(6, 3)), torch.randn(5, 4, 6)
+    model.experts = nn.Parameter(torch.randn(3, 6, 5))
+    message = refusal(model, x, labels(5))
+    assert "only change places" in message and 'strategy="naive"' in message
+    naive = pexgrad.per_example_grad(model, strategy="naive")
+    rows = naive(dict(model.named_parameters()), x, labels(5))
+    assert_rows_equal(rows, rows_of(model, F.cross_entropy, x, labels(5)))
+
+
 def test_examples_mixed_by_the_loss():
     def loss(out, y):
         return (out - out.mean(0)).square().sum(1)

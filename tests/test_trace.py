@@ -123,17 +123,42 @@ def test_the_batch_size_in_a_shape(size):
         check(fn, model, torch.randn(b, 2, 3), labels(b))
 
 
-def turned(s, x):
-    """A spatial transformer: `affine_grid` lays its grid out in another way where there is one example."""
-    grid = F.affine_grid(s.locate(x.flatten(1)).view(-1, 2, 3), list(x.shape), align_corners=False)
-    return s.tell(F.grid_sample(x, grid, align_corners=False).flatten(1))
+def measured(s, x):
+    """Code that asks for the smallest of all sizes, and another one may be as small as a batch of one."""
+    if min(x.shape) <= 0:
+        raise ValueError("nothing to look at")
+    return s.tell(x.flatten(1)) + s.locate(x.flatten(1))[:, :5]
 
 
 def alone(s, x):
     return s.tell(x.flatten(1) * (3 if x.shape[0] == 1 else 2))
 
 
-@pytest.mark.parametrize("forward", [turned, alone])
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("align_corners", [True, False])
+def test_a_spatial_transformer_has_one_graph_for_every_batch_size(dims, align_corners):
+    """Torch's own `affine_grid` asks for the smallest of all sizes, the batch's among them."""
+
+    def forward(s, x):
+        theta = s.locate(x.flatten(1)).unflatten(1, (dims, dims + 1))
+        grid = F.affine_grid(theta, x.shape, align_corners=align_corners)
+        seen = s.look(F.grid_sample(x, grid, align_corners=align_corners).flatten(2)).flatten(1)
+        return s.tell(seen)
+
+    n = 4**dims
+    layers = {
+        "locate": nn.Linear(2 * n, dims * (dims + 1)),
+        "look": nn.Conv1d(2, 3, 2),
+        "tell": nn.Linear(3 * n - 3, 5),
+    }
+    model = Net(forward, **layers)
+    fn = pexgrad.per_example_grad(model)
+    for b in (5, 1, 2, 3, 0):
+        check(fn, model, torch.randn(b, 2, *[4] * dims), labels(b))
+    assert fn.trace_count == 1
+
+
+@pytest.mark.parametrize("forward", [measured, alone])
 def test_one_example_that_no_trace_serves_is_its_own_definition(forward):
     model = Net(forward, locate=nn.Linear(16, 6), tell=nn.Linear(16, 5))
     params, x, y = named(model), torch.randn(1, 1, 4, 4), labels(1)
@@ -155,7 +180,7 @@ def test_one_example_that_no_trace_serves_is_its_own_definition(forward):
 
 
 def test_a_last_chunk_of_one_example_that_no_trace_serves():
-    model = Net(turned, locate=nn.Linear(16, 6), tell=nn.Linear(16, 5))
+    model = Net(measured, locate=nn.Linear(16, 6), tell=nn.Linear(16, 5))
     x, y = torch.randn(5, 1, 4, 4), labels(5)
     for size in (2, 1, None):
         check(pexgrad.per_example_grad(model, chunk_size=size), model, x, y)

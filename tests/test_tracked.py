@@ -48,6 +48,15 @@ def in_heads(p, x, i):
     return out.transpose(0, 1).reshape(T * len(x), 4) @ p["w"]
 
 
+def places_twice(x):
+    i = torch.arange(len(x))
+    return x[i, i]
+
+
+def places_in_a_fold(x):
+    return x.flatten(0, 1)[torch.arange(len(x))[:, None].expand(len(x), T).reshape(-1)]
+
+
 def normed(x):
     return F.layer_norm(F.group_norm(x.transpose(1, 2), 2), (T,))
 
@@ -96,6 +105,9 @@ NOT_TOLD = {
     "place_picked_as_a_number": lambda p, x, i: x @ p["w"] * torch.arange(len(x))[:, None][:, [0], None],
     "row_of_a_table_at_its_place": lambda p, x, i: p["table"][torch.arange(len(x))] @ p["w"],
     "at_its_place_along_others": lambda p, x, i: x[torch.arange(len(x)), torch.arange(len(x))] @ p["w"],
+    "at_its_place_twice": lambda p, x, i: places_twice(x.repeat(1, 8, 1)) @ p["w"],
+    "at_its_place_in_a_fold": lambda p, x, i: places_in_a_fold(x) @ p["w"],
+    "without_numbers": lambda p, x, i: x[:, :0].transpose(0, 1).reshape(len(x), 0) @ p["w"][:0],
     "rows_of_a_table": lambda p, x, i: p["table"][: len(x)] @ p["w"],
     "gathered_in_a_table": lambda p, x, i: p["table"].gather(1, i[:, None]) * p["w"][0],
     "scattered_from_a_table": lambda p, x, i: x[:, 0].scatter(1, i[:, None], p["table"]) @ p["w"],

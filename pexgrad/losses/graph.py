@@ -15,6 +15,7 @@ from ..base.fakes import TRACING, Guards, fake_batch, quiet, symbolic_len, symbo
 from ..base.symbols import symbol_of
 from ..stages.layout import Layout
 from ..stages.mixing_by_shape import Mixing, first_mixing
+from ..stages.mixing_inside import mixing_in_parts
 from ..stages.tracked import tracked
 from .outputs import Outputs
 
@@ -43,7 +44,9 @@ class LossGraph:
 
     def mixing(self) -> Mixing | None:
         """What they look at of a whole batch; None where there is nothing."""
-        return first_mixing(self.graph, self.given, self._outputs, self.batch)
+        found = first_mixing(self.graph, self.given, self._outputs, self.batch)
+        inside = (mixing_in_parts(n, self.batch) for n in self.graph.nodes)
+        return found or next(filter(None, inside), None)
 
     def is_by_example(self) -> bool:
         """Whether examples stay in their order, whatever the numbers are."""

@@ -9,7 +9,8 @@ the batch dimension:
 - it looks for each number among those of all examples, or adds them up beside it: `torch.isin(ids, seen)`,
   `torch.bucketize(x, x[:, 0])`, `torch.einsum("bi,ci->b", x, z)`;
 - it does something else to some places in the batch: `h[2:]`, `h.triu()`, `h.index_fill(0, first, 0)`;
-- the size of the batch, or an example's place in it, enters as a number: `h / len(h)`, `torch.arange(len(h))`, `table[:len(h)]`.
+- the size of the batch, or an example's place in it, enters as a number: `h / len(h)`, `torch.arange(len(h))`, `table[:len(h)]`,
+  `h[:, torch.arange(len(h))]`.
 
 Where that reaches an output, an example's output is not its own. Picking by an index along the batch is left to the probe, as is
 the place of an example where it serves as an index of the batch: `h[torch.arange(len(h)), last]` picks from each example.
@@ -41,7 +42,7 @@ from ..base.nodes import (
     written_memory,
 )
 from ..base.symbols import expression
-from .along import SCANS, SLICES, WINDOWS, dims_of, names
+from .along import MATRICES, SCANS, SLICES, WINDOWS, dims_of, names
 
 aten = torch.ops.aten
 
@@ -123,11 +124,22 @@ def _looks_at_all(node: fx.Node, data: set[fx.Node], batch: Any) -> bool:
 
 
 def _is_part_of_batch(made_by: Any, val: Any, read: list[fx.Node], batch: Any) -> bool:
-    """Whether a view has some of the examples, and not some part of each: its size is no multiple of the batch's."""
+    """Whether a view has some of the examples, and not some part of each: size or start is no multiple of the batch's."""
     is_part = isinstance(val, Tensor) and operation(made_by) in _PARTS
-    if not is_part or fold_factor_of(val, batch) is not None:
+    if not is_part or all(fold_factor_of(value(n), batch) is None for n in read):
         return False
-    return any(fold_factor_of(value(n), batch) is not None for n in read)
+    return fold_factor_of(val, batch) is None or _starts_within(made_by, batch)
+
+
+def _starts_within(view: fx.Node, batch: Any) -> bool:
+    """Whether a run of places begins at another than a multiple of the batch's size: `torch.cat([h, h])[1 : 1 + len(h)]`."""
+    named = by_name(view.target, view.args, view.kwargs)
+    taken = value(named["self"])
+    if not isinstance(named.get("dim"), int) or named["dim"] % taken.dim() not in batch_dims(taken, batch):
+        return False
+    starts = named.get("split_sizes", [named.get("start")]) if named.get("step", 1) == 1 else []
+    numbers = [value(n) if isinstance(n, fx.Node) else n for n in starts]
+    return any(isinstance(n, int) and n for n in numbers)
 
 
 def _goes_along(node: fx.Node, batch: Any) -> bool:
@@ -143,9 +155,9 @@ def _goes_along(node: fx.Node, batch: Any) -> bool:
         return _is_searched(name, named.get(_SEARCHED[name]), batch)
     if name == "einsum":
         return _is_contracted(named, batch)
-    if name not in SCANS | _SOME | SLICES:
+    if name not in SCANS | _SOME | SLICES | MATRICES:
         return False
-    along = value(named["self"] if "self" in named else named["input"])
+    along = value(named[next(n for n in ("self", "input", "A") if n in named)])
     indices = nodes_in(named.get("indices", named.get("index")))
     if name in _AT and any(batch_dims(value(n), batch) for n in indices):
         return False
@@ -157,6 +169,13 @@ def _is_searched(name: str, operand: Any, batch: Any) -> bool:
         return False
     dims = batch_dims(value(operand), batch)
     return bool(dims) if name == "isin" else value(operand).dim() - 1 in dims
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether an operation is one of those that are looked for here, by its name."""
+    name = operation(node).removesuffix("_")
+    lists = (SCANS, SLICES, MATRICES, _SOME, _PARTS, _RANGES, _COUNTS, _SEARCHED)
+    return any(name in known for known in lists) or WINDOWS.fullmatch(name) is not None
 
 
 def _is_contracted(named: dict[str, Any], batch: Any) -> bool:
@@ -220,8 +239,22 @@ def _as_numbers(node: fx.Node, read: list[fx.Node], batch: Any) -> list[fx.Node]
         return read
     if node.target is aten.copy_.default:  # over whatever was there
         read = [n for n in read if n is not node.args[0]]
+    counted = {n for a, schema in bind(node) for n in nodes_in(_without_places(a, schema.name, node, batch))}
+    return [n for n in read if n in counted]
+
+
+def _without_places(argument: Any, name: str, node: fx.Node, batch: Any) -> Any:
+    """What is left of an operation's argument without what only says which examples are meant."""
+    if name not in _PLACES:
+        return argument
     first = next(nodes_in(node.args), None)
-    of_table = first is not None and not batch_dims(value(first), batch)
-    of_places = _PLACES - {"indices", "index"} if of_table else _PLACES
-    places = {n for argument, schema in bind(node) if schema.name in of_places for n in nodes_in(argument)}
-    return [n for n in read if n not in places]
+    if name not in ("indices", "index") or first is None:
+        return ()
+    val = value(first)
+    batched = batch_dims(val, batch)
+    if isinstance(argument, list | tuple):  # an index for each dimension; a mask may be for several
+        masked = any(n.dtype in (torch.bool, torch.uint8) for n in map(value, nodes_in(argument)))
+        return () if masked and batched else [n for i, n in enumerate(argument) if i not in batched]
+    named = by_name(node.target, node.args, node.kwargs)
+    along = range(val.dim()) if named.get("dim") is None else [named["dim"] % max(1, val.dim())]
+    return () if any(d in batched for d in along) else argument

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..base.compare import largest_error
 from ..base.nodes import batch_dims, returned, value, where
-from ..errors import MixedExamplesError, TraceError, first_line
+from ..errors import ANY_MODEL, MixedExamplesError, TraceError, first_line
 from ..tracing.trace import Trace
 from .few_examples import normal_like
 from .layout import Anywhere, Layout, Untold, candidates
@@ -125,9 +125,16 @@ def _edge_layouts(
                 if not options[i]:
                     raise MixedExamplesError(
                         f"the examples mix in {where(site.node)}: the output of example {b} depends on other parts of its value, "
-                        f"of shape {tuple(value(out).shape)}, than one dimension (or one part of a fold) that is the batch"
+                        f"of shape {tuple(value(out).shape)}, than one dimension (or one part of a fold) that is the batch. "
+                        f"{_CHANGING_PLACES}"
                     )
     return options
+
+
+_CHANGING_PLACES = (
+    "Where they only change places (tokens of all examples, sorted by expert), let each example keep its own, or "
+    f"{ANY_MODEL}"
+)
 
 
 def _told_by_values(

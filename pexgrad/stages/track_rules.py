@@ -155,7 +155,8 @@ def _reshaped(s: Step) -> int | None:
     operand, at = s.first
     in_front = math.prod(operand.shape[: at.dim]) * at.lead
     dims = math.prod(s.result.shape[: s.dim])
-    return None if in_front % dims else in_front // dims
+    # of no numbers at all there is no order
+    return None if not in_front or in_front % dims else in_front // dims
 
 
 def _each_repeated(s: Step) -> int | None:
@@ -205,11 +206,13 @@ def _indexed(s: Step) -> int | None:
     x, indices = s.named["self"], s.named["indices"]
     others = {n: at for n, at in s.read.items() if n is not x}
     along = indices[s.read[x].dim : s.read[x].dim + 1] if x in s.read else []
-    if x in s.own or others.keys() & s.own != {*along} & s.own:
+    own = [n for n in indices if n in s.own]
+    if x in s.own or own != [n for n in along if n in s.own]:
         return None
     if x in s.read and along in ([], [None]):
         return s.lead() if not others else None
-    if x in s.read and along[0] not in s.own:
+    # an example's place in the batch is none in a fold
+    if x in s.read and (along[0] not in s.own or s.read[x].fold > 1):
         return None
     behind = {value(n).dim() - at.dim for n, at in others.items()}
     return s.lead() if len(behind) == 1 else None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 from unittest import mock
 
 import sympy
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
@@ -77,7 +78,17 @@ class Asked(TorchFunctionMode):
         for v in pytree.tree_leaves((args, kwargs)):
             if isinstance(v, Tensor) and not isinstance(v, FakeTensor):
                 self.tensors[id(v)] = v
-        return func(*args, **(kwargs or {}))
+        run: Callable[..., Any] = _UNASKING.get(func) or func
+        return run(*args, **(kwargs or {}))
+
+
+def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
+    """Without a question whether the smallest of all sizes, the batch's among them, is zero."""
+    return torch.affine_grid_generator(theta, size, bool(align_corners))
+
+
+# functions of torch whose Python code asks for the batch size, and others for them that do not; the model has run with the former
+_UNASKING: dict[Any, Callable[..., Any]] = {F.affine_grid: _affine_grid}
 
 
 def _noting_depth(call: Callable[..., Any], running: list[None]) -> Callable[..., Any]:
