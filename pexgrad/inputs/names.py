@@ -31,7 +31,7 @@ def names_of(function: FunctionType) -> Names:
     if known is None or known.code is not code:  # a notebook that reloads code gives a function another
         codes = [] if is_installed(code.co_filename) else list(_codes_in(code))
         read = [i for c in codes for i in _loads(c)]
-        every = frozenset(i.argval for i in read).union(*map(_names_in_text, codes))
+        every = frozenset(i.argval for i in read).union(_names_in_text(codes))
         of_globals = frozenset(i.argval for i in read if _is_of_global(i))
         package = function.__globals__.get("__package__")
         imported = frozenset(name for c in codes for name in _imports(c, package))
@@ -65,11 +65,20 @@ def _imports(code: CodeType, package: str | None) -> Iterator[str]:
                 yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
 
 
-def _names_in_text(code: CodeType) -> list[str]:
-    """The names that code may look up as constants: `getattr(settings, "scale")`."""
-    if _BY_TEXT.isdisjoint(code.co_names):
-        return []
-    return [c for c in code.co_consts if isinstance(c, str) and c.isidentifier()]
+def _names_in_text(codes: list[CodeType]) -> Iterator[str]:
+    """The names that code may look up as constants: `getattr(settings, "scale")`, or `name` for each of `("scale", "shift")`.
+
+    Which of a function's codes has the constant and which the call depends on the Python: 3.12 puts comprehensions in line.
+    """
+    if all(_BY_TEXT.isdisjoint(code.co_names) for code in codes):
+        return
+    left = [c for code in codes for c in code.co_consts]
+    while left:
+        constant = left.pop()
+        if isinstance(constant, tuple | frozenset):
+            left += constant
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
 
 
 _BY_TEXT = frozenset(
