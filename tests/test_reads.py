@@ -532,6 +532,34 @@ def test_a_loss_whose_code_is_reloaded(monkeypatch):
             assert_rows_equal(fn(dict(model.named_parameters()), x, y), rows_of(model, loss, x, y))
 
 
+def test_a_program_that_a_library_has_started(monkeypatch):
+    """A prompt of Python 3.13 or a profiler gives `__main__` its own file."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", dataclasses.__file__, raising=False)
+
+    class Net(nn.Linear):
+        __module__, scale = "__main__", 1.0
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    model, x, y = Net(4, 3), torch.randn(5, 4), torch.arange(5) % 3
+    params, fn = dict(model.named_parameters()), pexgrad.per_example_grad(model)
+    for Net.scale in (1.0, 3.0):
+        assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+
+
+def test_what_annotations_name_is_not_read():
+    class Net(nn.Linear):
+        def __annotate_func__(format):  # as Python 3.14 makes it of `trainer: TRAINER.scale`
+            return {"trainer": TRAINER.scale}
+
+    model, x, y = Net(4, 3), torch.randn(5, 4), torch.arange(5) % 3
+    params, fn = dict(model.named_parameters()), pexgrad.per_example_grad(model)
+    for TRAINER.scale in (1.0, 3.0):
+        fn(params, x, y)
+    assert fn.trace_count == 1
+
+
 def test_a_counter_on_the_model_is_warned_of():
     model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.arange(5) % 3
     fn = pexgrad.per_example_grad(model)
