@@ -30,6 +30,18 @@ class Namespace:
     scale = 1.0
 
 
+class Meta(type):
+    base = 1.0
+
+    @property
+    def scale(cls):
+        return cls.base
+
+
+class Made(metaclass=Meta):
+    pass
+
+
 class Trainer:
     def __init__(self):
         self.scale, self.steps, self.model = 1.0, 0, nn.Linear(2, 2)
@@ -228,6 +240,7 @@ FUNCTIONS = {
     "global tensor in place": lambda: (lambda p, x: x @ p["w"] * TENSOR, lambda: TENSOR.mul_(3)),
     "number of a global tensor": lambda: (lambda p, x: x @ p["w"] * TENSOR[0].item(), lambda: TENSOR.mul_(3)),
     "attribute of a class": lambda: (lambda p, x: x @ p["w"] * Namespace.scale, lambda: setattr(Namespace, "scale", 3.0)),
+    "property of a metaclass": lambda: (lambda p, x: x @ p["w"] * Made.scale, lambda: setattr(Meta, "base", Meta.base + 2.0)),
     "attribute of another module": lambda: (lambda p, x: x @ p["w"] * EXTERNAL.scale, lambda: setattr(EXTERNAL, "scale", 3.0)),
     "attribute of an object": lambda: (lambda p, x: x @ p["w"] * TRAINER.scale, lambda: setattr(TRAINER, "scale", 3.0)),
     "attributes in a list": lambda: (
