@@ -29,7 +29,7 @@ def names_of(function: FunctionType) -> Names:
     """The names in a function's code, looked up once for as long as it has that code."""
     code, known = function.__code__, _known.get(function)
     if known is None or known.code is not code:  # a notebook that reloads code gives a function another
-        codes = [] if is_installed(code.co_filename) else list(_codes_in(code))
+        codes = [] if is_installed(code.co_filename) else list(codes_in(code))
         read = [i for c in codes for i in _loads(c)]
         every = frozenset(i.argval for i in read).union(_names_in_text(codes))
         of_globals = frozenset(i.argval for i in read if _is_of_global(i))
@@ -86,8 +86,9 @@ _BY_TEXT = frozenset(
 )
 
 
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions, classes and comprehensions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
+            yield from codes_in(constant)
