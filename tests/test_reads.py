@@ -30,6 +30,18 @@ class Namespace:
     scale = 1.0
 
 
+class Meta(type):
+    base = 1.0
+
+    @property
+    def scale(cls):
+        return cls.base
+
+
+class Made(metaclass=Meta):
+    pass
+
+
 class Trainer:
     def __init__(self):
         self.scale, self.steps, self.model = 1.0, 0, nn.Linear(2, 2)
@@ -66,6 +78,12 @@ class Hidden:
 
 class Inherits(Hidden):
     pass
+
+
+class Doubled(Hidden):
+    @property
+    def scale(self):
+        return 2 * super().scale
 
 
 class Callable_:
@@ -105,6 +123,11 @@ def of_a_property():
     return of_an_object(held, lambda: setattr(held, "_scale", 3.0))
 
 
+def of_a_property_of_a_base_class():
+    held = Doubled()
+    return of_an_object(held, lambda: setattr(held, "_scale", 3.0))
+
+
 def of_a_base_class():
     return of_an_object(Inherits(), lambda: setattr(Hidden, "base", Hidden.base + 2.0), "base")
 
@@ -123,6 +146,19 @@ def in_a_cell():
 
     def f(p, x):
         return x @ p["w"] * scale
+
+    def change():
+        nonlocal scale
+        scale = 3.0
+
+    return f, change
+
+
+def in_a_cell_of_a_comprehension():
+    scale = 1.0
+
+    def f(p, x):
+        return sum([x @ p["w"] * scale * by for by in (1, 2)])
 
     def change():
         nonlocal scale
@@ -180,6 +216,7 @@ def of_a_frozen_module():
 
 FUNCTIONS = {
     "cell": in_a_cell,
+    "cell in a comprehension": in_a_cell_of_a_comprehension,
     "default": in_a_default,
     "keyword default": in_a_keyword_default,
     "import": lambda: (of_an_import, lambda: setattr(EXTERNAL, "scale", 3.0)),
@@ -189,20 +226,26 @@ FUNCTIONS = {
     "slots": of_slots,
     "property": of_a_property,
     "base class": of_a_base_class,
+    "property of a base class": of_a_property_of_a_base_class,
     "callable object": of_a_callable_object,
     "module": of_a_module,
     "frozen module": of_a_frozen_module,
     "global": lambda: (lambda p, x: x @ p["w"] * SCALE, set_global("SCALE", 3.0)),
     "global of a helper": lambda: (lambda p, x: x @ p["w"] * helper(), set_global("SCALE", 3.0)),
     "global in a nested function": lambda: (lambda p, x: (lambda: x @ p["w"] * SCALE)(), set_global("SCALE", 3.0)),
+    "global in a comprehension": lambda: (lambda p, x: sum([x @ p["w"] * SCALE for _ in "ab"]), set_global("SCALE", 3.0)),
     "global dict": lambda: (lambda p, x: x @ p["w"] * SETTINGS["scale"][0], lambda: SETTINGS["scale"].__setitem__(0, 3.0)),
     "global function": lambda: (lambda p, x: ACTIVATION(x @ p["w"]), set_global("ACTIVATION", torch.tanh)),
     "global tensor": lambda: (lambda p, x: x @ p["w"] * TENSOR, set_global("TENSOR", torch.full((3,), 2.0))),
     "global tensor in place": lambda: (lambda p, x: x @ p["w"] * TENSOR, lambda: TENSOR.mul_(3)),
     "number of a global tensor": lambda: (lambda p, x: x @ p["w"] * TENSOR[0].item(), lambda: TENSOR.mul_(3)),
     "attribute of a class": lambda: (lambda p, x: x @ p["w"] * Namespace.scale, lambda: setattr(Namespace, "scale", 3.0)),
+    "property of a metaclass": lambda: (lambda p, x: x @ p["w"] * Made.scale, lambda: setattr(Meta, "base", Meta.base + 2.0)),
     "attribute of another module": lambda: (lambda p, x: x @ p["w"] * EXTERNAL.scale, lambda: setattr(EXTERNAL, "scale", 3.0)),
     "attribute of an object": lambda: (lambda p, x: x @ p["w"] * TRAINER.scale, lambda: setattr(TRAINER, "scale", 3.0)),
+    "attributes in a list": lambda: (
+        lambda p, x: sum([x @ p["w"] * getattr(TRAINER, n) for n in ("scale", "steps")]), lambda: setattr(TRAINER, "steps", 3)
+    ),
     "method of an object": lambda: (lambda p, x: x @ p["w"] * TRAINER.factor(), lambda: setattr(TRAINER, "scale", 3.0)),
     "bound method": lambda: (TRAINER.forward, lambda: setattr(TRAINER, "scale", 3.0)),
     "partial": lambda: (functools.partial(scaled_by_first, SETTINGS["scale"]), lambda: SETTINGS["scale"].insert(0, 3)),
@@ -222,6 +265,36 @@ def restored(monkeypatch):
     monkeypatch.setattr(EXTERNAL, "scale", 1.0)
     monkeypatch.setitem(sys.modules, "external", EXTERNAL)
     monkeypatch.setitem(globals(), "TRAINER", Trainer())
+
+
+GENERIC = """
+class Scaled[T]:
+    base: T = 1.0
+
+    def __init__(self, scale: T):
+        self.scale = scale
+
+    def by[S](self, x: S, times: int = 1) -> S:
+        return sum([x * self.scale * self.base * times for _ in "ab"])
+
+
+def f[T: dict](p: T, x):
+    type Rows = list[T]
+    return held.by(x @ p["w"])
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="type parameters came with Python 3.12")
+@pytest.mark.parametrize("change", ["object", "class"])
+def test_what_code_with_type_parameters_reads(change):
+    exec(GENERIC, space := {"__name__": "script"})
+    held = space["held"] = space["Scaled"](1.0)
+    params, x, y = {"w": torch.randn(4, 3)}, torch.randn(5, 4), torch.arange(5) % 3
+    fn = pexgrad.per_example_grad(space["f"])
+    for number in (1.0, 3.0):
+        setattr(*((held, "scale") if change == "object" else (type(held), "base")), number)
+        assert_rows_equal(fn(params, x, y), rows_of_function(space["f"], params, F.cross_entropy, x, y))
+    assert fn.trace_count == 2
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
@@ -470,6 +543,34 @@ def test_a_loss_whose_code_is_reloaded(monkeypatch):
         loss.__code__ = code
         for _ in range(4):
             assert_rows_equal(fn(dict(model.named_parameters()), x, y), rows_of(model, loss, x, y))
+
+
+def test_a_program_that_a_library_has_started(monkeypatch):
+    """A prompt of Python 3.13 or a profiler gives `__main__` its own file."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", dataclasses.__file__, raising=False)
+
+    class Net(nn.Linear):
+        __module__, scale = "__main__", 1.0
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    model, x, y = Net(4, 3), torch.randn(5, 4), torch.arange(5) % 3
+    params, fn = dict(model.named_parameters()), pexgrad.per_example_grad(model)
+    for Net.scale in (1.0, 3.0):
+        assert_rows_equal(fn(params, x, y), rows_of(model, F.cross_entropy, x, y))
+
+
+def test_what_annotations_name_is_not_read():
+    class Net(nn.Linear):
+        def __annotate_func__(format):  # as Python 3.14 makes it of `trainer: TRAINER.scale`
+            return {"trainer": TRAINER.scale}
+
+    model, x, y = Net(4, 3), torch.randn(5, 4), torch.arange(5) % 3
+    params, fn = dict(model.named_parameters()), pexgrad.per_example_grad(model)
+    for TRAINER.scale in (1.0, 3.0):
+        fn(params, x, y)
+    assert fn.trace_count == 1
 
 
 def test_a_counter_on_the_model_is_warned_of():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
 from functools import cached_property
 from types import FunctionType, MemberDescriptorType, MethodType
 from typing import Any
@@ -20,6 +21,9 @@ _APART = frozenset({
     "__set_name__", "__subclasshook__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs__",
     "__getnewargs_ex__", "__copy__", "__deepcopy__", "__dir__", "__sizeof__",
 })  # fmt: skip
+
+# From Python 3.14 on a class has a function that tells its annotations, with all that these name; nothing runs it in a forward.
+_OF_ANNOTATIONS = frozenset({"__annotate__", "__annotate_func__"})
 
 
 def is_users(kind: type) -> bool:
@@ -42,18 +46,23 @@ def own_bases(kind: type) -> list[type]:
 
 def own_members(kind: type) -> dict[str, Any]:
     """What a class has by name in it and its bases, as far as they are the user's."""
-    return {n: v for c in reversed(own_bases(kind)) for n, v in vars(c).items()}
+    return {n: v for c in reversed(own_bases(kind)) for n, v in _in_class(c)}
+
+
+def _in_class(kind: type) -> Iterator[tuple[str, Any]]:
+    return ((n, v) for n, v in vars(kind).items() if n not in _OF_ANNOTATIONS)
 
 
 def is_module_installed(module: Any) -> bool:
     """Whether a module, or what stands for one in `sys.modules`, is Python's or a library's."""
     name, file = (getattr(module, key, None) or "" for key in ("__name__", "__file__"))
-    return name in sys.builtin_module_names or is_installed(file)
+    # what a library has started is the user's: a prompt or a profiler (`python -m cProfile`) leaves `__main__` its own file
+    return name != "__main__" and (name in sys.builtin_module_names or is_installed(file))
 
 
 def of_class(kind: type) -> Reads:
     """The methods and attributes of a class; nothing for a library's."""
-    held = [(k, function_under(v)) for c in own_bases(kind) for k, v in vars(c).items()]
+    held = [(k, function_under(v)) for c in own_bases(kind) for k, v in _in_class(c)]
     return [
         (k, v)
         for k, v in held

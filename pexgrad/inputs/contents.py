@@ -72,7 +72,7 @@ def _look_inside(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, FunctionType | MethodType):
         return of_function(value)
     if isinstance(value, type):
-        return of_class(value)
+        return [*of_class(value), *of_class(type(value))]  # a property of its metaclass is read through it
     if isinstance(value, functools.partial):
         return [("", value.func), *enumerate(value.args), *value.keywords.items()]
     if isinstance(value, ContextVar):

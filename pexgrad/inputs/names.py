@@ -29,9 +29,9 @@ def names_of(function: FunctionType) -> Names:
     """The names in a function's code, looked up once for as long as it has that code."""
     code, known = function.__code__, _known.get(function)
     if known is None or known.code is not code:  # a notebook that reloads code gives a function another
-        codes = [] if is_installed(code.co_filename) else list(_codes_in(code))
+        codes = [] if is_installed(code.co_filename) else list(codes_in(code))
         read = [i for c in codes for i in _loads(c)]
-        every = frozenset(i.argval for i in read).union(*map(_names_in_text, codes))
+        every = frozenset(i.argval for i in read).union(_names_in_text(codes))
         of_globals = frozenset(i.argval for i in read if _is_of_global(i))
         package = function.__globals__.get("__package__")
         imported = frozenset(name for c in codes for name in _imports(c, package))
@@ -65,11 +65,20 @@ def _imports(code: CodeType, package: str | None) -> Iterator[str]:
                 yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
 
 
-def _names_in_text(code: CodeType) -> list[str]:
-    """The names that code may look up as constants: `getattr(settings, "scale")`."""
-    if _BY_TEXT.isdisjoint(code.co_names):
-        return []
-    return [c for c in code.co_consts if isinstance(c, str) and c.isidentifier()]
+def _names_in_text(codes: list[CodeType]) -> Iterator[str]:
+    """The names that code may look up as constants: `getattr(settings, "scale")`, or `name` for each of `("scale", "shift")`.
+
+    Which of a function's codes has the constant and which the call depends on the Python: 3.12 puts comprehensions in line.
+    """
+    if all(_BY_TEXT.isdisjoint(code.co_names) for code in codes):
+        return
+    left = [c for code in codes for c in code.co_consts]
+    while left:
+        constant = left.pop()
+        if isinstance(constant, tuple | frozenset):
+            left += constant
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
 
 
 _BY_TEXT = frozenset(
@@ -77,8 +86,9 @@ _BY_TEXT = frozenset(
 )
 
 
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions, classes and comprehensions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
+            yield from codes_in(constant)

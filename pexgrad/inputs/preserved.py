@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .names import codes_in
 from .walk import Walk, walked
 
 _SMALL = 1 << 20  # numbers of a tensor up to which a copy of it is kept: larger ones are weights
@@ -76,7 +77,8 @@ def _of_function(function: FunctionType) -> Iterator[Undo]:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
             yield partial(setattr, cell, "cell_contents", cell.cell_contents)
-    stored = {i.argval for i in dis.get_instructions(function) if i.opname == "STORE_GLOBAL"}
+    code = [i for c in codes_in(function.__code__) for i in dis.get_instructions(c)]
+    stored = {i.argval for i in code if i.opname == "STORE_GLOBAL"}
     held = function.__globals__
     yield from (partial(held.__setitem__, name, held[name]) for name in stored & held.keys())
 
