@@ -62,6 +62,49 @@ def test_parameters_behind_a_backward_of_ones_own(function):
     torch.testing.assert_close(clipped, torch.tensordot(0.05 / norms.clamp(min=0.05), want, 1))
 
 
+class DoubledInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g
+
+
+@pytest.mark.parametrize(
+    ("write", "use"),
+    [
+        (lambda s, x, h: DoubledInPlace.apply(h), lambda s, x, h: h),
+        (lambda s, x, h: DoubledInPlace.apply(h[:, 1:]), lambda s, x, h: h.tanh()),
+        (lambda s, x, h: DoubledInPlace.apply(h.view(-1, 3, 1)), lambda s, x, h: h),
+        (lambda s, x, h: DoubledInPlace.apply(h), lambda s, x, h: h * DoubledInPlace.apply(h)),
+        (lambda s, x, h: DoubledInPlace.apply(x), lambda s, x, h: s.lin(x) + h),
+        (lambda s, x, h: DoubledInPlace.apply(x[:, 2:]), lambda s, x, h: s.lin(x)),
+        (lambda s, x, h: DoubledInPlace.apply(s.scale), lambda s, x, h: h * s.scale),
+    ],
+)
+def test_what_a_function_of_ones_own_writes_to(write, use):
+    """It is used afterwards, the function's result is not; what belongs to the caller stays as it is."""
+
+    def forward(s, x):
+        h = s.lin(x.clone())
+        write(s, x, h)
+        return use(s, x, h)
+
+    model = Net(forward, lin=nn.Linear(4, 3), scale=nn.Buffer(torch.ones(3)))
+    fn = pexgrad.per_example_grad(model)
+    for b in (5, 2, 7):
+        x, y = torch.randn(b, 4), labels(b, 3)
+        before = x.clone()
+        want = rows_of(model, F.cross_entropy, before.clone(), y)
+        model.scale.fill_(1)
+        assert_rows_equal(fn(named(model), x, y), want)
+        assert torch.equal(x, before)
+        assert torch.equal(model.scale, torch.ones(3))
+
+
 @pytest.mark.parametrize("strategy", ["crb", "multi", "naive"])
 def test_one_tensor_under_two_names(strategy):
     t, x = torch.randn((), requires_grad=True), torch.randn(4)

@@ -92,14 +92,25 @@ def storage(node: fx.Node) -> int | None:
     return storage_of(val) if isinstance(val, Tensor) else None
 
 
+WRITES = (
+    "writes"  # key in a node's meta: which of its input nodes a function that is not torch's has written to
+)
+
+
 def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that an in-place operation writes to."""
     if not isinstance(node.target, OpOverload):
+        yield from (node.all_input_nodes[i] for i in node.meta.get(WRITES, ()))
         return
     for argument, schema in bind(node):
         declared = schema.alias_info is not None and schema.alias_info.is_write
         if declared or schema.name in _HIDDEN_WRITES.get(node.target, ()):
             yield from nodes_in(argument)
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Leave out what nobody uses, and what writes to nothing."""
+    graph.eliminate_dead_code(lambda n: n.is_impure() or bool(n.meta.get(WRITES)))
 
 
 class Writes:

@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 from ..base.nodes import (
     batch_dims,
     by_name,
+    eliminate_dead_code,
     is_differentiable,
     is_of_batch,
     mutated_operands,
@@ -42,7 +43,7 @@ aten = torch.ops.aten
 
 def rewrite(trace: Trace, call: Call) -> list[bool]:
     """Rewrite `trace.graph` in place; says of each of its outputs whether it has become a copy for each example."""
-    trace.graph.eliminate_dead_code()
+    eliminate_dead_code(trace.graph)
     _adopt_parameters(trace, call)
     _protect(trace)
     flow = _settle_hidden_writes(trace, set(call.trainable))

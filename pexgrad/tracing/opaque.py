@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ..base import trees
 from ..base.memory import storage_of
 from ..base.modes import inside_transform
-from ..base.nodes import use_instead
+from ..base.nodes import WRITES, storage, use_instead
 from ..base.source import calling_line
 from ..errors import ANY_MODEL, TraceError, first_line
 
@@ -72,14 +72,15 @@ def _traced_forward(cls: type[Function], forward: Callable[..., Any], apply: Any
             return forward(*args)
         has_context = cls.setup_context is _SingleLevelFunction.setup_context
         of, given = (type(args[0])._forward_cls, args[1:]) if has_context else (cls, args)
-        with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
-            result = forward(*args)
+        result, written = _run(forward, args, {})
         if any(r is v for r in trees.tensors(result) for v in given):
             raise TraceError(
                 f"the custom autograd.Function {of.__name__}, whose apply was bound before (at {calling_line()}), returns one of "
                 f"its inputs, which a graph cannot tell apart; call {of.__name__}.apply where it is used"
             )
-        return _record(_named(apply.__get__(None, of), of.__name__), given, {}, result=result)
+        return _record(
+            _named(apply.__get__(None, of), of.__name__), given, {}, result=result, written=written
+        )
 
     return traced
 
@@ -188,8 +189,12 @@ def _record(
     kwargs: dict[str, Any],
     meta: dict[str, Any] | None = None,
     result: Tensor | None = None,
+    written: Set[int | None] = frozenset(),
 ) -> Any:
-    """Add `function(*args)` to the graph as one call; `result`, if given, is what it stands for from now on."""
+    """Add `function(*args)` to the graph as one call; `result`, if given, is what it stands for from now on.
+
+    Then `written` is the memory that it has written to.
+    """
     mode = get_proxy_mode()
     assert mode is not None
     tracer = mode.tracer
@@ -204,11 +209,21 @@ def _record(
         ) from e
     proxy.node.meta.update(meta or {})
     if result is None:
-        # nor are the modes noted that it switches for itself
-        with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
-            result = tree_map(_fresh, function(*args, **kwargs))
+        made, written = _run(function, args, kwargs)
+        result = tree_map(_fresh, made)
+    proxy.node.meta[WRITES] = [i for i, n in enumerate(proxy.node.all_input_nodes) if storage(n) in written]
     track_tensor_tree(result, proxy, constant=None, tracer=tracer)
     return result
+
+
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, set[int | None]]:
+    """What a function returns, and the memory that it writes to; past the graph, with the modes that it switches for itself."""
+    given = [(v, v._version) for v in trees.tensors((args, kwargs))]
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+        result = function(*args, **kwargs)
+    return result, {storage_of(v) for v, version in given if v._version != version}
 
 
 def is_opaque(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ..base import trees
 from ..base.fakes import TRACING, Guards, fake_batch, symbolic_mode
-from ..base.nodes import source, value
+from ..base.nodes import eliminate_dead_code, source, value
 from ..base.numerics import is_half
 from ..base.symbols import expression, symbol_of
 from ..errors import ANY_MODEL, PexgradError, TraceError, first_line
@@ -135,7 +135,7 @@ def _trace(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = F
     with watching(batch, reader) as branches:
         gm = _recorded(run, [*call.fakes(mode), *inputs], below=below)
     settle_hooks(gm.graph)  # one that was registered last has no use yet
-    gm.graph.eliminate_dead_code()
+    eliminate_dead_code(gm.graph)
     reader.settle(gm)
     _refuse_fixed_batch(env, batch, reader, below=below)
     _refuse_shapes_of_data(gm.graph, batch)
