@@ -26,11 +26,13 @@ from .operator.component import Term
 from .operator.jacobian import Jacobian, joined
 from .operator.paths import Path, Paths
 from .operator.pullback import Window, find_window
+from .stages.alone import mixing_alone
 from .stages.cotangents import cotangents, way_out
 from .stages.evaluate import Backward, BoundSite, Kept
 from .stages.few_examples import alike, draw, still_alike, ways_to_draw
 from .stages.flow import analyse
 from .stages.layout import Layout
+from .stages.mixing_by_shape import Mixing
 from .stages.mixing_by_value import refuse_mixing_in
 from .stages.plan import Use, plan_site
 from .stages.probe import Layouts, first_layouts, probe, tracked_layouts
@@ -54,6 +56,7 @@ class Pipeline:
     losses: Losses
     alike: tuple[int, ...]  # of the compared tensors, those that the examples could not tell apart so far
     held: dict[Place, Held]  # tensors beside parameters and buffers that the trace is made of
+    mixing: Mixing | None  # an operation in which examples mix when it is tried by itself
 
     def serves(self, call: Call) -> bool:
         """Whether what was found out about the model holds for this call too."""
@@ -143,6 +146,8 @@ def build(model: Bound, loss: LossFunction, call: Call) -> tuple[Pipeline, Call]
         n for own in paths.values() for path in own for step in path.steps for n in step.nodes
     )
     told = tracked_layouts(traced, sites)
+    with StandStill():
+        mixing = mixing_alone(traced.graph, traced.inputs, traced.batch) if told is None else None
     program = tap(traced, sites, uses, [*on_paths])
     with StandStill():
         few, (layouts, out) = _probed(traced, sites, program, call, told, ways_to_draw(traced.serves, call))
@@ -152,7 +157,7 @@ def build(model: Bound, loss: LossFunction, call: Call) -> tuple[Pipeline, Call]
         losses = decided(loss, outputs, out, few)
     bound = _bind(traced, sites, uses, program.kept, layouts)
     same = alike(few, inputs=told is None, targets=losses.takes_batches())
-    return Pipeline(traced, program, bound, windows, paths, losses, same, held), few
+    return Pipeline(traced, program, bound, windows, paths, losses, same, held, mixing), few
 
 
 def _trace_serving(model: Bound, call: Call) -> Trace:

@@ -36,6 +36,47 @@ def far(x):
     return F.relu(x - 99)
 
 
+class Limited(torch.autograd.Function):
+    """With code of its own that looks at numbers, of which there is no graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / g.abs().max() if g.abs().max() > 100 else g * 2
+
+
+@torch.library.custom_op("pexgrad_tests::scaled", mutates_args=())
+def scaled_by_the_batch(x: torch.Tensor) -> torch.Tensor:
+    return x / x.abs().max().clamp(min=100)
+
+
+@scaled_by_the_batch.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+scaled_by_the_batch.register_autograd(lambda ctx, g: g / 100)
+
+
+@torch.library.custom_op("pexgrad_tests::rectified", mutates_args=())
+def rectified(x: torch.Tensor) -> torch.Tensor:
+    return x.relu()
+
+
+@rectified.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+rectified.register_autograd(
+    lambda ctx, g: g * (ctx.saved_tensors[0] > 0),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
 MODELS = {
     "gain_of_the_batch": lambda p, x: (x / x.abs().max().clamp(min=100.0)) @ p["w"],
     "gain_of_an_activation": lambda p, x: (h := x @ p["w"]) / h.detach().abs().max().clamp(min=100.0),
@@ -95,6 +136,11 @@ MODELS = {
     "number_counted": lambda p, x: x @ p["w"] * (torch.ones(x.shape[0]).sum() - 50).clamp(min=1),
     "place_in_the_batch": lambda p, x: x @ p["w"] * (1 + (torch.arange(x.shape[0]) // 50)[:, None]),
     "place_gathered_elsewhere": lambda p, x: x @ p["w"] * x.gather(1, (torch.arange(x.shape[0]) // 50)[:, None]),
+    "backward_of_ones_own": lambda p, x: Limited.apply(x @ p["w"]),
+    "operator_of_ones_own": lambda p, x: scaled_by_the_batch(x @ p["w"]),
+    "steps_through_copies": lambda p, x: x @ p["w"] * (1 + torch.cat([far(x), far(x)])[::2, :1]),
+    "folded_otherwise": lambda p, x: x @ p["w"] * (1 + far(x).T.reshape(x.shape)[:, :1]),
+    "flattened_otherwise": lambda p, x: x @ p["w"] * (1 + far(x).flatten().view(3, -1).T[:, :1]),
     "place_twice": lambda p, x: x @ p["w"] * x[torch.arange(x.shape[0]), torch.arange(x.shape[0]) // 50][:, None],
 }  # fmt: skip
 
@@ -198,9 +244,16 @@ def products_of_each(p, x, lengths):
     return torch.einsum("b...,b...->b...", h, h) + torch.einsum("bti,bsi->bts", x, x).sum(-1, keepdim=True)
 
 
+def not_known(p, x, lengths):
+    """Of which no rule tells where examples are: copies behind one another, an operator of one's own, a general bilinear map."""
+    h = rectified(x @ p["w"]) + torch.cat([x @ p["w"], x.flatten(0, 1).view_as(x) @ p["w"]])[: len(x)]
+    twice = torch.cat([h, 2 * h]).unflatten(0, (2, -1)).sum(0) + h.repeat(2, 1, 1).chunk(2)[1]
+    return F.bilinear(twice, h, torch.ones(4, 4, 4))
+
+
 LEGITIMATE = [
     last_of_each, last_in_the_fold, guided, of_constants, of_one_constant, sizes_of_each, seen_in_a_table, searched_in_each,
-    slices_of_each, products_of_each,
+    slices_of_each, products_of_each, not_known,
 ]  # fmt: skip
 
 

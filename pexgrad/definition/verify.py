@@ -117,7 +117,7 @@ def _difference(
 def refuse_mixing(pipeline: Pipeline) -> None:
     """Raise where the model or the loss looks at the whole batch: what the probe saw of some may not hold for others."""
     trace, program = pipeline.trace, pipeline.program
-    found = first_mixing(program.module.graph, trace.inputs, program.outputs, trace.batch)
+    found = first_mixing(program.module.graph, trace.inputs, program.outputs, trace.batch) or pipeline.mixing
     if found is not None:
         raise MixedExamplesError(f"the model's output depends on {_what(found)}; {_REMEDY}")
     for node in program.module.graph.nodes:

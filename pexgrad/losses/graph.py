@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ..base import trees
 from ..base.fakes import TRACING, Guards, fake_batch, quiet, symbolic_len, symbolic_mode
 from ..base.symbols import symbol_of
+from ..stages.alone import mixing_alone
 from ..stages.layout import Layout
 from ..stages.mixing_by_shape import Mixing, first_mixing
-from ..stages.mixing_inside import mixing_in_parts
 from ..stages.tracked import tracked
 from .outputs import Outputs
 
@@ -45,8 +45,9 @@ class LossGraph:
     def mixing(self) -> Mixing | None:
         """What they look at of a whole batch; None where there is nothing."""
         found = first_mixing(self.graph, self.given, self._outputs, self.batch)
-        inside = (mixing_in_parts(n, self.batch) for n in self.graph.nodes)
-        return found or next(filter(None, inside), None)
+        if found is not None or self.is_by_example():
+            return found
+        return mixing_alone(self.graph, self.given, self.batch)
 
     def is_by_example(self) -> bool:
         """Whether examples stay in their order, whatever the numbers are."""

@@ -29,13 +29,15 @@ aten = torch.ops.aten
 def _matrix(
     g: Tensor, x: Tensor, *, first: bool, batch_dim: int, shape: torch.Size, dtype: torch.dtype
 ) -> Factor:
-    """The rule for w in y = w x, where it is the first, or in y = x w: g (b, t, *rest) of y, x (b, t, *rest)."""
+    """The rule for w in y = w x, where it is the first, or in y = x w: g (b, t, *rest) of y, x (b, t, *rest).
+
+    Small letters are the matrices' dimensions, capital ones those before them.
+    """
     own, other, out = ("mi", "io", "mo") if first else ("io", "mi", "mo")
     if len(shape) == 1:
         own, out = "i", "o" if first else "m"
-    lead = string.ascii_uppercase[
-        : g.dim() - 1 - len(out)
-    ]  # leading dimensions of y; the others have the last of them
+    # y has all the leading dimensions, with the batch's, which g has not; w and x have the last of them
+    lead = string.ascii_uppercase[: g.dim() - 1 - len(out)]
     out, other = lead + out, lead[len(lead) - (x.dim() - 3) :] + other
     batch = out[batch_dim]
     out, other = out.replace(batch, ""), other.replace(batch, "")

@@ -17,14 +17,8 @@ def names(text: str) -> frozenset[str]:
 # along the dimensions that they are given
 SCANS = names("""
     cumsum cumprod cummax cummin logcumsumexp sort argsort topk kthvalue median mode softmax _softmax log_softmax _log_softmax
-    flip rot90 roll diff fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2
+    flip roll diff fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2
     fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfft fft_ihfft
-""")
-# of matrices, the last two dimensions
-MATRICES = names("""
-    linalg_pinv linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_qr linalg_svd linalg_svdvals linalg_eigh linalg_eigvalsh
-    linalg_eig linalg_eigvals linalg_householder_product linalg_inv linalg_inv_ex linalg_matrix_exp matrix_exp pinverse
-    inverse geqrf qr svd lu
 """)
 # slices of a value are each brought to a size
 SLICES = names("renorm group_norm native_group_norm layer_norm native_layer_norm rms_norm")
@@ -36,7 +30,7 @@ WINDOWS = re.compile(
 
 def dims_of(name: str, named: dict[str, Any], rank: int) -> set[int]:
     """The dimensions of a value that an operation goes along, counted from the front."""
-    if name in ("triu", "tril") or name in MATRICES:
+    if name in ("triu", "tril"):
         return {rank - 2, rank - 1}
     if name == "renorm":
         return set(range(rank)) - {named["dim"] % rank}

@@ -42,7 +42,7 @@ from ..base.nodes import (
     written_memory,
 )
 from ..base.symbols import expression
-from .along import MATRICES, SCANS, SLICES, WINDOWS, dims_of, names
+from .along import SCANS, SLICES, WINDOWS, dims_of, names
 
 aten = torch.ops.aten
 
@@ -124,22 +124,11 @@ def _looks_at_all(node: fx.Node, data: set[fx.Node], batch: Any) -> bool:
 
 
 def _is_part_of_batch(made_by: Any, val: Any, read: list[fx.Node], batch: Any) -> bool:
-    """Whether a view has some of the examples, and not some part of each: size or start is no multiple of the batch's."""
+    """Whether a view has some of the examples, and not some part of each: its size is no multiple of the batch's."""
     is_part = isinstance(val, Tensor) and operation(made_by) in _PARTS
-    if not is_part or all(fold_factor_of(value(n), batch) is None for n in read):
+    if not is_part or fold_factor_of(val, batch) is not None:
         return False
-    return fold_factor_of(val, batch) is None or _starts_within(made_by, batch)
-
-
-def _starts_within(view: fx.Node, batch: Any) -> bool:
-    """Whether a run of places begins at another than a multiple of the batch's size: `torch.cat([h, h])[1 : 1 + len(h)]`."""
-    named = by_name(view.target, view.args, view.kwargs)
-    taken = value(named["self"])
-    if not isinstance(named.get("dim"), int) or named["dim"] % taken.dim() not in batch_dims(taken, batch):
-        return False
-    starts = named.get("split_sizes", [named.get("start")]) if named.get("step", 1) == 1 else []
-    numbers = [value(n) if isinstance(n, fx.Node) else n for n in starts]
-    return any(isinstance(n, int) and n for n in numbers)
+    return any(fold_factor_of(value(n), batch) is not None for n in read)
 
 
 def _goes_along(node: fx.Node, batch: Any) -> bool:
@@ -155,9 +144,9 @@ def _goes_along(node: fx.Node, batch: Any) -> bool:
         return _is_searched(name, named.get(_SEARCHED[name]), batch)
     if name == "einsum":
         return _is_contracted(named, batch)
-    if name not in SCANS | _SOME | SLICES | MATRICES:
+    if name not in SCANS | _SOME | SLICES:
         return False
-    along = value(named[next(n for n in ("self", "input", "A") if n in named)])
+    along = value(named["self"] if "self" in named else named["input"])
     indices = nodes_in(named.get("indices", named.get("index")))
     if name in _AT and any(batch_dims(value(n), batch) for n in indices):
         return False
@@ -169,13 +158,6 @@ def _is_searched(name: str, operand: Any, batch: Any) -> bool:
         return False
     dims = batch_dims(value(operand), batch)
     return bool(dims) if name == "isin" else value(operand).dim() - 1 in dims
-
-
-def is_known(node: fx.Node) -> bool:
-    """Whether an operation is one of those that are looked for here, by its name."""
-    name = operation(node).removesuffix("_")
-    lists = (SCANS, SLICES, MATRICES, _SOME, _PARTS, _RANGES, _COUNTS, _SEARCHED)
-    return any(name in known for known in lists) or WINDOWS.fullmatch(name) is not None
 
 
 def _is_contracted(named: dict[str, Any], batch: Any) -> bool:

@@ -1,8 +1,7 @@
 """What looks at all examples inside what a graph holds as one node: a custom `autograd.Function`, a tensor hook, a loop.
 
 Forward and backward of a function are written down by themselves, for every batch size, and looked at as the graph around them
-is; so are the condition and the body of `torch.while_loop`, and what is in others of its kind, and the operations that one of
-torch's own is made of, of which there are too many for a list (`torch.msort` is a sort, `rot90` turns).
+is; so are the condition and the body of `torch.while_loop`, and what is in others of its kind.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
@@ -23,49 +21,12 @@ from ..base.fakes import HINT, TRACING, fake_batch, quiet, symbolic_len, symboli
 from ..base.nodes import is_differentiable, is_of_batch, nodes_in, returned, value
 from ..base.symbols import expression, symbol_of
 from ..tracing.opaque import is_opaque
-from .mixing_by_shape import Mixing, first_mixing, is_known
-from .track_rules import rule_of
+from .mixing_by_shape import Mixing, first_mixing
 
 
 def mixing_inside(node: fx.Node, batch: Any) -> Mixing | None:
     """The first operation by which examples mix in what a node stands for; None where there is none, or where it has no graph."""
-    if is_opaque(node):
-        return _in_function(node, batch)
-    return mixing_in_parts(node, batch) or _in_graphs(node, batch)
-
-
-def mixing_in_parts(node: fx.Node, batch: Any) -> Mixing | None:
-    """The same in the operations that one of torch's own is made of, where it is not known itself."""
-    given = [value(n) for n in node.all_input_nodes]
-    if not (
-        _is_made_of_others(node, batch) and is_of_batch(given, batch) and is_of_batch(value(node), batch)
-    ):
-        return None
-    if not all(isinstance(v, Tensor) for v in given):
-        return None
-    with (
-        contextlib.suppress(Exception),
-        quiet(),
-        TRACING,
-        symbolic_len(),
-    ):  # there may be no shape for every batch size
-        mode, size = _symbolic_size()
-
-        def run(*flat: Tensor) -> list[Tensor]:
-            of = dict(zip(node.all_input_nodes, flat, strict=True))
-            args, kwargs = map_arg((node.args, node.kwargs), of.__getitem__)
-            return trees.tensors(node.target(*args, **kwargs))  # pyright: ignore[reportCallIssue]
-
-        fakes = [_like(mode, t, batch, size) for t in given]
-        found = _first_in(make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes).graph, size)
-        return None if found is None or found.of_size else found
-    return None
-
-
-def _is_made_of_others(node: fx.Node, batch: Any) -> bool:
-    if not isinstance(node.target, OpOverload) or is_known(node) or rule_of(node, batch) is not None:
-        return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), "CompositeImplicitAutograd")
+    return (_in_function if is_opaque(node) else _in_graphs)(node, batch)
 
 
 def _in_function(node: fx.Node, batch: Any) -> Mixing | None:
@@ -108,9 +69,8 @@ def _recorded(node: fx.Node, given: Sequence[Tensor], batch: Any) -> tuple[fx.Gr
     def run(*flat: Tensor) -> Sequence[Tensor | None]:
         inputs = [t.detach().requires_grad_(is_differentiable(t)) for t in flat[: len(given)]]
         with torch.enable_grad():
-            of = dict(
-                zip(node.all_input_nodes, [t.clone() for t in inputs], strict=True)
-            )  # which it may write to
+            own = [t.clone() for t in inputs]  # it may write to them
+            of = dict(zip(node.all_input_nodes, own, strict=True))
             args, kwargs = map_arg((node.args, node.kwargs), of.__getitem__)
             outputs = trees.tensors(function(*args, **kwargs))
         arriving = zip(filter(is_differentiable, outputs), flat[len(given) :], strict=True)

@@ -35,17 +35,19 @@ def tracked(graph: fx.Graph, given: Iterable[fx.Node], batch: Any, *, drawing: b
     With `drawing`, random numbers count as the examples' own. Nothing is tracked where examples are written into memory in
     a way that is not known.
     """
-    walk = _Walk(given, batch, drawing)
+    walk = Walk(given, batch, drawing)
     for node in graph.nodes:
         if node.op == "call_function" and not walk.goes_past(node):
             return {}
     return walk.places
 
 
-class _Walk:
+class Walk:
+    """What is known of the examples' places up to some node of a graph."""
+
     def __init__(self, given: Iterable[fx.Node], batch: Any, drawing: bool):
         self.places: Places = dict.fromkeys(given, Layout())
-        self._batch, self._drawing = batch, drawing
+        self.batch, self._drawing = batch, drawing
         self._lost = set[fx.Node]()  # made of examples, or of their number, and not tracked
         self._own: Places = {}  # among these: each example's place in the batch, `torch.arange(b)`
 
@@ -55,7 +57,7 @@ class _Walk:
         place = self._place(node, read)
         if place is not None:
             self.places[node] = place
-        elif read or (isinstance(value(node), Tensor) and sizes_in(node, self._batch)):
+        elif read or (isinstance(value(node), Tensor) and sizes_in(node, self.batch)):
             self._lost.add(node)
             if (own := self._own_place(node, read)) is not None:
                 self._own[node] = own
@@ -64,20 +66,26 @@ class _Walk:
 
     def _has_examples(self, node: fx.Node) -> bool:
         """Whether a value depends on the examples, or on their number."""
-        return node in self._lost or is_of_batch(value(node), self._batch)
+        return node in self._lost or is_of_batch(value(node), self.batch)
 
     def _place(self, node: fx.Node, read: list[fx.Node]) -> Layout | None:
         if draws(node.target) and not self._drawing:
             return None
         if not read:
-            return self._handed_on(node, {}, lambda _: 1 if is_alike_for_all(node, self._batch) else None)
+            return self._handed_on(node, {}, lambda _: 1 if is_alike_for_all(node, self.batch) else None)
         known = self.places | self._own if is_index(node) else self.places
-        if any(n not in known for n in read) or (rule := rule_of(node, self._batch)) is None:
+        if any(n not in known for n in read):
             return None
-        return self._handed_on(node, {n: known[n] for n in read}, rule)
+        places, rule = {n: known[n] for n in read}, rule_of(node, self.batch)
+        place = None if rule is None else self._handed_on(node, places, rule)
+        return self.untold(node, places) if place is None else place
+
+    def untold(self, node: fx.Node, read: Places) -> Layout | None:
+        """The place in the value of a node of which no rule tells, read from values that are tracked."""
+        return None
 
     def _own_place(self, node: fx.Node, read: list[fx.Node]) -> Layout | None:
-        if is_range(node, self._batch):
+        if is_range(node, self.batch):
             return Layout()
         if read and all(n in self._own for n in read) and (rule := rule_of_same(node)) is not None:
             return self._handed_on(node, {n: self._own[n] for n in read}, rule)
@@ -86,12 +94,12 @@ class _Walk:
     def _handed_on(self, node: fx.Node, read: Places, rule: Rule) -> Layout | None:
         """The place of the examples in a node's value, or in several that are alike in it."""
         tensors = trees.tensors(value(node))
-        shapes = {(batch_dims(t, self._batch), fold_factor_of(t, self._batch)) for t in tensors}
+        shapes = {(batch_dims(t, self.batch), fold_factor_of(t, self.batch)) for t in tensors}
         if len(shapes) != 1:
             return None
         ((dims, fold),) = shapes
         if fold is None:
             return None
-        step = Step(node, read, self._own.keys() & read.keys(), tensors[0], dims[0], fold, self._batch)
+        step = Step(node, read, self._own.keys() & read.keys(), tensors[0], dims[0], fold, self.batch)
         lead = rule(step)
         return None if lead is None or fold % lead else Layout(dims[0], lead, fold // lead)

@@ -1,0 +1,162 @@
+"""Operations of which a graph does not tell whether examples stay apart, each tried by itself.
+
+In a model the numbers of the first examples may hide that an operation mixes them: a mask that is closed, a limit that none of
+them reaches. By itself it is run on random numbers, then on others in the places of all examples but one, as large or a thousand
+times larger; the results of that one may not change, nor its gradients. This takes operands whose examples are tracked
+(`tracked.py`); what picks by an index is not tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from ..base import trees
+from ..base.nodes import batch_dims, draws, is_model_of, value
+from ..base.numerics import is_inexact
+from ..base.symbols import expression
+from ..tracing.opaque import HOOKED
+from .layout import Layout, candidates
+from .mixing_by_shape import Mixing
+from .track_rules import is_index
+from .tracked import Places, Walk
+from .trial import differ
+
+_BATCH = 3
+_SCALES = (1.0, 1e3)  # of the numbers in the other examples' places
+
+
+def mixing_alone(graph: fx.Graph, given: Iterable[fx.Node], batch: Any) -> Mixing | None:
+    """The first operation, of those that can be tried, in which examples mix; the inputs given are (b, ...)."""
+    walk = _Trying(given, batch)
+    for node in graph.nodes:
+        if node.op == "call_function" and (not walk.goes_past(node) or walk.mixing):
+            break
+    return walk.mixing
+
+
+class _Trying(Walk):
+    """Goes on behind an operation that is not known where a trial of it tells the examples' places."""
+
+    def __init__(self, given: Iterable[fx.Node], batch: Any):
+        super().__init__(given, batch, drawing=True)
+        self._data = {*self.places}  # what is made of examples, and not of their number alone
+        self.mixing: Mixing | None = None
+
+    def goes_past(self, node: fx.Node) -> bool:
+        if any(n in self._data and not is_model_of(n, node) for n in node.all_input_nodes):
+            self._data.add(node)
+        return super().goes_past(node)
+
+    def untold(self, node: fx.Node, read: Places) -> Layout | None:
+        changing = {n: at for n, at in read.items() if n in self._data}
+        if not changing or is_index(node) or draws(node.target) or HOOKED in node.meta:
+            return None
+        try:
+            options = _Operation(node, changing, self.batch).places()
+        except Exception:  # noqa: BLE001 - it may take no such numbers
+            return None
+        if options and not all(options):
+            self.mixing = Mixing(node, of_size=False)
+        places = {at for each in options for at in each}
+        return places.pop() if len(places) == 1 else None
+
+
+class _Operation:
+    """A node by itself, and numbers for what it reads."""
+
+    def __init__(self, node: fx.Node, read: Places, batch: Any):
+        self._node, self._read, self._batch = node, read, batch
+        self._generator = torch.Generator().manual_seed(0)
+        self._numbers = {n: self._made_up(n) for n in node.all_input_nodes}
+        self._has_batch = [bool(batch_dims(v, batch)) for v in trees.tensors(value(node))]
+
+    def places(self) -> list[list[Layout]]:
+        """For each result with the batch, where its examples may be: where none changes with the others."""
+        results = itertools.compress(trees.tensors(value(self._node)), self._has_batch)
+        options = [[*candidates(v, self._batch)] for v in results]
+        if not options or not all(options):
+            return options
+        before = self._run(self._numbers)
+        for b, scale in itertools.product(range(_BATCH), _SCALES):
+            after = self._run(self._others(self._numbers, self._read, b, scale))
+            options = [
+                [at for at in each if not self._moves(at, x, y, b)]
+                for each, x, y in zip(options, before, after, strict=True)
+            ]
+        if any(len(each) != 1 for each in options):
+            return options
+        return options if self._gradients_stay([at for (at,) in options], before) else [[]]
+
+    def _gradients_stay(self, at: Sequence[Layout], results: list[Tensor]) -> bool:
+        """Whether no example's gradient changes with the others' numbers and cotangents."""
+        places = dict(enumerate(at))
+        arriving = {i: self._random(t) for i, t in enumerate(results)}
+        before = self._gradients(self._numbers, arriving)
+        for b, scale in itertools.product(range(_BATCH), _SCALES):
+            others = self._others(self._numbers, self._read, b, scale)
+            after = self._gradients(others, self._others(arriving, places, b, scale))
+            if any(self._moves(self._read[n], g, after[n], b) for n, g in before.items()):
+                return False
+        return True
+
+    def _moves(self, at: Layout, before: Tensor, after: Tensor, b: int) -> bool:
+        return differ(at.view(before, _BATCH)[b], at.view(after, _BATCH)[b])
+
+    def _run(self, numbers: dict[fx.Node, Any]) -> list[Tensor]:
+        given = {
+            n: v.clone() if isinstance(v, Tensor) else v for n, v in numbers.items()
+        }  # it may write to them
+        args, kwargs = map_arg((self._node.args, self._node.kwargs), given.__getitem__)
+        results = trees.tensors(self._node.target(*args, **kwargs))  # pyright: ignore[reportCallIssue]
+        return [*itertools.compress(results, self._has_batch)]
+
+    def _gradients(self, numbers: dict[fx.Node, Any], arriving: dict[int, Tensor]) -> dict[fx.Node, Tensor]:
+        leaves = {n: numbers[n].clone().requires_grad_() for n in self._read if is_inexact(numbers[n])}
+        with torch.enable_grad():
+            results = self._run(numbers | leaves)
+        followed = [(t, arriving[i]) for i, t in enumerate(results) if t.requires_grad]
+        if not followed or not leaves:
+            return {}
+        tensors, cotangents = zip(*followed, strict=True)
+        found = torch.autograd.grad(tensors, [*leaves.values()], cotangents, allow_unused=True)
+        return {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
+
+    def _others(
+        self, numbers: dict[Any, Any], places: dict[Any, Layout], b: int, scale: float
+    ) -> dict[Any, Any]:
+        """Others in the places of all examples but b."""
+        changed = dict(numbers)
+        for n, at in places.items():
+            new = self._random(numbers[n])
+            new = new * scale if is_inexact(new) else new
+            at.view(new, _BATCH)[b] = at.view(numbers[n], _BATCH)[b]
+            changed[n] = new
+        return changed
+
+    def _made_up(self, n: fx.Node) -> Any:
+        val = value(n)
+        if n.op == "get_attr":
+            return getattr(n.graph.owning_module, str(n.target))
+        if not isinstance(val, Tensor):
+            return self._of_three(val)
+        empty = torch.empty([self._of_three(s) for s in val.shape], dtype=val.dtype, device=val.device)
+        # what no example has may be a variance
+        made_up = self._random(empty)
+        return made_up.abs() + 0.5 if is_inexact(made_up) and n not in self._read else made_up
+
+    def _of_three(self, size: Any) -> int:
+        return int(sympy.sympify(expression(size)).subs(self._batch, _BATCH))
+
+    def _random(self, like: Tensor) -> Tensor:
+        if like.dtype is torch.bool:
+            return torch.rand(like.shape, generator=self._generator).to(like.device) < 0.5
+        if not is_inexact(like):
+            return torch.randint(2, like.shape, generator=self._generator, dtype=like.dtype).to(like.device)
+        return torch.randn(like.shape, generator=self._generator, dtype=like.dtype).to(like.device)
