@@ -22,6 +22,7 @@ from ..base.nodes import batch_dims, draws, is_model_of, value
 from ..base.numerics import is_inexact
 from ..base.symbols import expression
 from ..tracing.opaque import HOOKED
+from .few_examples import normal_like
 from .layout import Layout, candidates
 from .mixing_by_shape import Mixing
 from .track_rules import is_index
@@ -155,8 +156,7 @@ class _Operation:
         return int(sympy.sympify(expression(size)).subs(self._batch, _BATCH))
 
     def _random(self, like: Tensor) -> Tensor:
-        if like.dtype is torch.bool:
-            return torch.rand(like.shape, generator=self._generator).to(like.device) < 0.5
-        if not is_inexact(like):
-            return torch.randint(2, like.shape, generator=self._generator, dtype=like.dtype).to(like.device)
-        return torch.randn(like.shape, generator=self._generator, dtype=like.dtype).to(like.device)
+        """Normal numbers; zeros and ones where they are ids, which any table has."""
+        if is_inexact(like):
+            return normal_like(like, self._generator)
+        return (normal_like(like.float(), self._generator) > 0).to(like.dtype)
