@@ -92,9 +92,8 @@ def storage(node: fx.Node) -> int | None:
     return storage_of(val) if isinstance(val, Tensor) else None
 
 
-WRITES = (
-    "writes"  # key in a node's meta: which of its input nodes a function that is not torch's has written to
-)
+# key in a node's meta: which of its input nodes a function that is not torch's has written to
+WRITES = "writes"
 
 
 def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:

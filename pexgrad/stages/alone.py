@@ -4,17 +4,21 @@ In a model the numbers of the first examples may hide that an operation mixes th
 them reaches. By itself it is run on random numbers, then on others in the places of all examples but one, as large or a thousand
 times larger; the results of that one may not change, nor its gradients. This takes operands whose examples are tracked
 (`tracked.py`); what picks by an index is not tried.
+
+A kernel of somebody's own may take numbers for places in memory without a look at them. So it is given no ids, and numbers
+between 0 and 1 only; its cotangents may be large.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from ..base import trees
@@ -30,7 +34,7 @@ from .tracked import Places, Walk
 from .trial import differ
 
 _BATCH = 3
-_SCALES = (1.0, 1e3)  # of the numbers in the other examples' places
+_LARGER = 1e3
 
 
 def mixing_alone(graph: fx.Graph, given: Iterable[fx.Node], batch: Any) -> Mixing | None:
@@ -74,6 +78,7 @@ class _Operation:
 
     def __init__(self, node: fx.Node, read: Places, batch: Any):
         self._node, self._read, self._batch = node, read, batch
+        self._is_torchs = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
         self._generator = torch.Generator().manual_seed(0)
         self._numbers = {n: self._made_up(n) for n in node.all_input_nodes}
         self._has_batch = [bool(batch_dims(v, batch)) for v in trees.tensors(value(node))]
@@ -85,8 +90,8 @@ class _Operation:
         if not options or not all(options):
             return options
         before = self._run(self._numbers)
-        for b, scale in itertools.product(range(_BATCH), _SCALES):
-            after = self._run(self._others(self._numbers, self._read, b, scale))
+        for b, larger in itertools.product(range(_BATCH), (False, True)):
+            after = self._run(self._other_numbers(b, larger))
             options = [
                 [at for at in each if not self._moves(at, x, y, b)]
                 for each, x, y in zip(options, before, after, strict=True)
@@ -98,11 +103,13 @@ class _Operation:
     def _gradients_stay(self, at: Sequence[Layout], results: list[Tensor]) -> bool:
         """Whether no example's gradient changes with the others' numbers and cotangents."""
         places = dict(enumerate(at))
-        arriving = {i: self._random(t) for i, t in enumerate(results)}
+        arriving = {i: normal_like(t, self._generator) for i, t in enumerate(results)}
         before = self._gradients(self._numbers, arriving)
-        for b, scale in itertools.product(range(_BATCH), _SCALES):
-            others = self._others(self._numbers, self._read, b, scale)
-            after = self._gradients(others, self._others(arriving, places, b, scale))
+        for b, larger in itertools.product(range(_BATCH), (False, True)):
+            new = {
+                i: normal_like(t, self._generator) * (_LARGER if larger else 1) for i, t in arriving.items()
+            }
+            after = self._gradients(self._other_numbers(b, larger), self._but_for(b, arriving, new, places))
             if any(self._moves(self._read[n], g, after[n], b) for n, g in before.items()):
                 return False
         return True
@@ -111,9 +118,8 @@ class _Operation:
         return differ(at.view(before, _BATCH)[b], at.view(after, _BATCH)[b])
 
     def _run(self, numbers: dict[fx.Node, Any]) -> list[Tensor]:
-        given = {
-            n: v.clone() if isinstance(v, Tensor) else v for n, v in numbers.items()
-        }  # it may write to them
+        # copies: it may write to them
+        given = {n: v.clone() if isinstance(v, Tensor) else v for n, v in numbers.items()}
         args, kwargs = map_arg((self._node.args, self._node.kwargs), given.__getitem__)
         results = trees.tensors(self._node.target(*args, **kwargs))  # pyright: ignore[reportCallIssue]
         return [*itertools.compress(results, self._has_batch)]
@@ -129,17 +135,20 @@ class _Operation:
         found = torch.autograd.grad(tensors, [*leaves.values()], cotangents, allow_unused=True)
         return {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
 
-    def _others(
-        self, numbers: dict[Any, Any], places: dict[Any, Layout], b: int, scale: float
+    def _other_numbers(self, b: int, larger: bool) -> dict[fx.Node, Any]:
+        """Others for all examples but b."""
+        by = _LARGER if larger and self._is_torchs else 1
+        new = {n: self._random(self._numbers[n]) for n in self._read}
+        new = {n: v * by if is_inexact(v) else v for n, v in new.items()}
+        return self._but_for(b, self._numbers, new, self._read)
+
+    def _but_for(
+        self, b: int, own: dict[Any, Any], new: dict[Any, Tensor], places: Mapping[Any, Layout]
     ) -> dict[Any, Any]:
-        """Others in the places of all examples but b."""
-        changed = dict(numbers)
-        for n, at in places.items():
-            new = self._random(numbers[n])
-            new = new * scale if is_inexact(new) else new
-            at.view(new, _BATCH)[b] = at.view(numbers[n], _BATCH)[b]
-            changed[n] = new
-        return changed
+        """`own` with the new values, in which example b stays."""
+        for n, v in new.items():
+            places[n].view(v, _BATCH)[b] = places[n].view(own[n], _BATCH)[b]
+        return own | new
 
     def _made_up(self, n: fx.Node) -> Any:
         val = value(n)
@@ -156,7 +165,9 @@ class _Operation:
         return int(sympy.sympify(expression(size)).subs(self._batch, _BATCH))
 
     def _random(self, like: Tensor) -> Tensor:
-        """Normal numbers; zeros and ones where they are ids, which any table has."""
         if is_inexact(like):
-            return normal_like(like, self._generator)
-        return (normal_like(like.float(), self._generator) > 0).to(like.dtype)
+            numbers = normal_like(like, self._generator)
+            return numbers if self._is_torchs or like.is_complex() else numbers.abs() % 1
+        if like.dtype is not torch.bool and (not self._is_torchs or like.device.type != "cpu"):
+            raise TypeError("ids, which are looked up unseen")
+        return (normal_like(like.float(), self._generator) > 0).to(like.dtype)  # any table has two lines
