@@ -251,9 +251,22 @@ def not_known(p, x, lengths):
     return F.bilinear(twice, h, torch.ones(4, 4, 4))
 
 
+def token_beside_the_fold(p, x, lengths):
+    """Of (b t) copies of a token the first b, taken from a value that holds the examples too."""
+    h = (x @ p["w"]).flatten(0, 1)[:, None]
+    tokens = torch.cat([p["w"][:1].expand(len(h), 1, 4), h], 1)[: len(x), :1]
+    return x @ p["w"] + tokens
+
+
+def windows_in_memory(p, x, lengths):
+    h = (x @ p["w"]).transpose(1, 2).contiguous().transpose(1, 2)
+    b, s, i = h.stride()
+    return h.as_strided((len(x), 4, 2, 4), (b, s, s, i)).sum(2)
+
+
 LEGITIMATE = [
     last_of_each, last_in_the_fold, guided, of_constants, of_one_constant, sizes_of_each, seen_in_a_table, searched_in_each,
-    slices_of_each, products_of_each, not_known,
+    slices_of_each, products_of_each, not_known, token_beside_the_fold, windows_in_memory,
 ]  # fmt: skip
 
 

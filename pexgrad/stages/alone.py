@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from ..base import trees
-from ..base.nodes import batch_dims, draws, is_model_of, value
+from ..base.nodes import batch_dims, by_name, draws, is_model_of, operation, value
 from ..base.numerics import is_inexact
 from ..base.symbols import expression
 from ..tracing.opaque import HOOKED
@@ -61,7 +61,13 @@ class _Trying(Walk):
 
     def untold(self, node: fx.Node, read: Places) -> Layout | None:
         changing = {n: at for n, at in read.items() if n in self._data}
-        if not changing or is_index(node) or draws(node.target) or HOOKED in node.meta:
+        if (
+            not changing
+            or is_index(node)
+            or _takes_the_first(node)
+            or draws(node.target)
+            or HOOKED in node.meta
+        ):
             return None
         try:
             options = _Operation(node, changing, self.batch).places()
@@ -71,6 +77,14 @@ class _Trying(Walk):
             self.mixing = Mixing(node, of_size=False)
         places = {at for each in options for at in each}
         return places.pop() if len(places) == 1 else None
+
+
+def _takes_the_first(node: fx.Node) -> bool:
+    """Whether it takes so many from the beginning: of copies of a token for each position, say, the first B."""
+    if not isinstance(node.target, OpOverload) or operation(node) != "slice":
+        return False
+    named = by_name(node.target, node.args, node.kwargs)
+    return named.get("start") in (0, None) and named.get("step", 1) == 1
 
 
 class _Operation:
@@ -156,9 +170,11 @@ class _Operation:
             return getattr(n.graph.owning_module, str(n.target))
         if not isinstance(val, Tensor):
             return self._of_three(val)
-        empty = torch.empty([self._of_three(s) for s in val.shape], dtype=val.dtype, device=val.device)
+        shape, strides = ([self._of_three(s) for s in sizes] for sizes in (val.shape, val.stride()))
+        # as it lies in memory, which `as_strided` asks for
+        empty = torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device)
         # what no example has may be a variance
-        made_up = self._random(empty)
+        made_up = self._random(empty if 0 not in strides else empty.contiguous())
         return made_up.abs() + 0.5 if is_inexact(made_up) and n not in self._read else made_up
 
     def _of_three(self, size: Any) -> int:
@@ -167,7 +183,8 @@ class _Operation:
     def _random(self, like: Tensor) -> Tensor:
         if is_inexact(like):
             numbers = normal_like(like, self._generator)
-            return numbers if self._is_torchs or like.is_complex() else numbers.abs() % 1
+            numbers = numbers if self._is_torchs or like.is_complex() else numbers.abs() % 1
+            return torch.empty_like(like).copy_(numbers)
         if like.dtype is not torch.bool and (not self._is_torchs or like.device.type != "cpu"):
             raise TypeError("ids, which are looked up unseen")
         return (normal_like(like.float(), self._generator) > 0).to(like.dtype)  # any table has two lines
