@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 
 
@@ -16,6 +17,11 @@ def symbol_of(size: Any) -> Any:
     """The one symbol in a symbolic size."""
     (symbol,) = expression(size).free_symbols
     return symbol
+
+
+def number(size: Any, symbol: Any, n: int) -> int:
+    """What a size is where its symbol stands for n."""
+    return int(sympy.sympify(expression(size)).subs(symbol, n))
 
 
 def are_same(sizes: Any, others: Any) -> bool:

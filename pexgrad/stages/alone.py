@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -24,14 +23,14 @@ from torch.fx.node import map_arg
 from ..base import trees
 from ..base.nodes import batch_dims, by_name, draws, is_model_of, operation, value
 from ..base.numerics import is_inexact
-from ..base.symbols import expression
+from ..base.symbols import number
 from ..tracing.opaque import HOOKED
 from .few_examples import normal_like
 from .layout import Layout, candidates
 from .mixing_by_shape import Mixing
 from .track_rules import is_index
 from .tracked import Places, Walk
-from .trial import differ
+from .trial import moves
 
 _BATCH = 3
 _LARGER = 1e3
@@ -107,7 +106,7 @@ class _Operation:
         for b, larger in itertools.product(range(_BATCH), (False, True)):
             after = self._run(self._other_numbers(b, larger))
             options = [
-                [at for at in each if not self._moves(at, x, y, b)]
+                [at for at in each if not moves(at, x, y, _BATCH, b)]
                 for each, x, y in zip(options, before, after, strict=True)
             ]
         if any(len(each) != 1 for each in options):
@@ -124,12 +123,9 @@ class _Operation:
                 i: normal_like(t, self._generator) * (_LARGER if larger else 1) for i, t in arriving.items()
             }
             after = self._gradients(self._other_numbers(b, larger), self._but_for(b, arriving, new, places))
-            if any(self._moves(self._read[n], g, after[n], b) for n, g in before.items()):
+            if any(moves(self._read[n], g, after[n], _BATCH, b) for n, g in before.items()):
                 return False
         return True
-
-    def _moves(self, at: Layout, before: Tensor, after: Tensor, b: int) -> bool:
-        return differ(at.view(before, _BATCH)[b], at.view(after, _BATCH)[b])
 
     def _run(self, numbers: dict[fx.Node, Any]) -> list[Tensor]:
         # copies: it may write to them
@@ -169,16 +165,15 @@ class _Operation:
         if n.op == "get_attr":
             return getattr(n.graph.owning_module, str(n.target))
         if not isinstance(val, Tensor):
-            return self._of_three(val)
-        shape, strides = ([self._of_three(s) for s in sizes] for sizes in (val.shape, val.stride()))
+            return number(val, self._batch, _BATCH)
+        shape, strides = (
+            [number(s, self._batch, _BATCH) for s in sizes] for sizes in (val.shape, val.stride())
+        )
         # as it lies in memory, which `as_strided` asks for
         empty = torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device)
         # what no example has may be a variance
         made_up = self._random(empty if 0 not in strides else empty.contiguous())
         return made_up.abs() + 0.5 if is_inexact(made_up) and n not in self._read else made_up
-
-    def _of_three(self, size: Any) -> int:
-        return int(sympy.sympify(expression(size)).subs(self._batch, _BATCH))
 
     def _random(self, like: Tensor) -> Tensor:
         if is_inexact(like):

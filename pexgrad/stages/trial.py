@@ -49,7 +49,7 @@ class Trial:
 
     def moves(self, at: Layout, before: Tensor, after: Tensor, b: int) -> bool:
         """Whether example b differs between two of its values by more than rounding."""
-        return differ(at.view(before, self.batch)[b], at.view(after, self.batch)[b])
+        return moves(at, before, after, self.batch, b)
 
     def agree(self, got: Tensor, want: Tensor) -> bool:
         """Whether values that were computed in batches of two sizes are the same but for rounding."""
@@ -99,7 +99,12 @@ class _Recorder(fx.Interpreter):
         return result
 
 
-def differ(x: Tensor, y: Tensor) -> bool:
+def moves(at: Layout, before: Tensor, after: Tensor, batch: int, b: int) -> bool:
+    """Whether example b differs between two values of one computation by more than rounding."""
+    return _differ(at.view(before, batch)[b], at.view(after, batch)[b])
+
+
+def _differ(x: Tensor, y: Tensor) -> bool:
     """Whether two values of one computation differ by more than rounding."""
     x, y = x.detach(), y.detach()
     if not is_inexact(x):

@@ -30,7 +30,7 @@ from ..base.memory import storage_of
 from ..base.nodes import draws, is_model_of, source, storage, value, written_memory
 from ..base.numerics import is_inexact
 from ..base.source import calling_line
-from ..base.symbols import expression
+from ..base.symbols import expression, number
 from ..errors import ANY_MODEL, TraceError
 from ..inputs.call import Call
 
@@ -199,12 +199,7 @@ def _size(node: fx.Node, batch: sympy.Symbol) -> int | None:
     """For a size, which depends on no more than the batch size: what it is for a batch of one."""
     val = value(node)
     known = isinstance(val, SymInt) and expression(val).free_symbols <= {batch}
-    return _of_one(val, batch) if known else None
-
-
-def _of_one(size: int | SymInt, batch: sympy.Symbol) -> int:
-    """A size for a batch of one."""
-    return int(sympy.sympify(expression(size)).subs(batch, 1))
+    return number(val, batch, 1) if known else None
 
 
 def _computing(root: nn.Module, targets: list[fx.Node], batch: sympy.Symbol) -> list[fx.Node]:
@@ -223,7 +218,7 @@ def _computing(root: nn.Module, targets: list[fx.Node], batch: sympy.Symbol) -> 
 
 def _empty(own: fx.Graph, like: Any, batch: sympy.Symbol) -> fx.Node:
     """A tensor of the shape that `like` has for a batch of one."""
-    sizes = [_of_one(n, batch) for n in like.shape]
+    sizes = [number(n, batch, 1) for n in like.shape]
     return own.call_function(torch.empty, (sizes,), {"dtype": like.dtype, "device": like.device})
 
 
