@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx
@@ -45,10 +46,11 @@ class LossGraph:
     def mixing(self) -> Mixing | None:
         """What they look at of a whole batch; None where there is nothing."""
         found = first_mixing(self.graph, self.given, self._outputs, self.batch)
-        if found is not None or self.is_by_example():
+        if found is not None or self.is_by_example:
             return found
         return mixing_alone(self.graph, self.given, self.batch)
 
+    @cached_property
     def is_by_example(self) -> bool:
         """Whether examples stay in their order, whatever the numbers are."""
         places = tracked(self.graph, self.given, self.batch)

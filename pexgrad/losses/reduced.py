@@ -122,7 +122,7 @@ def _reduced(loss: LossFunction, outputs: Outputs, tensors: list[Tensor], few: C
         return over_examples(loss, output, y, batch, sizes, noting=True)[0]
 
     graph = graph_of(noting, outputs, tensors, y)
-    if graph is None or not graph.is_by_example() or graph.mixing() is not None:
+    if graph is None or not graph.is_by_example or graph.mixing() is not None:
         raise NotPerExample
     with torch.enable_grad():
         alone = _alone(loss, outputs.examples(tensors, y, batch), batch)
