@@ -57,10 +57,7 @@ OPERATIONS = {
     "matrix": ((4,), lambda x: x.t().t()[0].t()),
     "one dimension more": ((3, 4), lambda x: x.transpose(0, 1).unsqueeze(-1).unsqueeze(0).unsqueeze(2)),
     "as large as": ((1, 4, 1), lambda x: x.expand(2, -1, 3, 4, 5)),
-    "as large as the batch": (
-        (4,),
-        lambda x: torch.ones(1, 4).as_subclass(torch.Tensor).to(x).expand(x.shape),
-    ),
+    "as large as the batch": ((4,), lambda x: torch.ones(1, 4).to(x).expand(x.shape)),
     "as large as it is": ((3, 1), lambda x: x.expand(x.shape[0], 3, 1)),
     "one of a few": ((3, 4), lambda x: x[:, -1][:, 2]),
     "one example": ((3, 4), lambda x: x[2, 1:]),
