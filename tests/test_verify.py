@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn as nn
@@ -11,10 +9,9 @@ import torch.nn.functional as F
 from cases.case import labels
 
 import pexgrad
-from pexgrad.base.compare import is_finite, largest_error, moved
+from pexgrad.base.compare import Differences, largest_error, moved
 from pexgrad.calls import traces
 from pexgrad.definition import verify
-from pexgrad.factors import Rows
 from pexgrad.flat.lowered import Lowered
 
 NAME = "0.weight"
@@ -30,21 +27,16 @@ def definition_with(monkeypatch, part, points):
     """Let the definition differ by a part of one gradient at the first points that it is asked for."""
     asked = []
 
-    def naive(model, loss, at):
-        found = real(model, loss, at)
+    def one_by_one(model, loss, at):
         key = [p.detach().clone() for p in at.params.values()]
         if not any(all(map(_near, key, other)) for other in asked):
             asked.append(key)
-        if len(asked) <= points:
-            terms = [
-                replace(t, factor=Rows(t.factor.rows() * (1 + part))) if NAME in t.params else t
-                for t in found.terms
-            ]
-            found = replace(found, terms=terms)
-        return found
+        wrong = len(asked) <= points
+        for value, row in real(model, loss, at):
+            yield value, row | {NAME: row[NAME] * (1 + part)} if wrong else row
 
-    real = verify.naive
-    monkeypatch.setattr(verify, "naive", naive)
+    real = verify.one_by_one
+    monkeypatch.setattr(verify, "one_by_one", one_by_one)
     return asked
 
 
@@ -104,17 +96,44 @@ def test_what_is_not_finite_hides_nothing_beside_it(missing):
 def test_large_tensors_are_compared_to_the_last_number():
     want = torch.ones(2, (1 << 20) + 3)
     got = want.clone()
-    assert largest_error({"w": got}, {"w": want}) is None and is_finite(got)
+    assert largest_error({"w": got}, {"w": want}) is None and telling(got) == (True, {"w"})
     got[1, -1] = 1e3
     assert largest_error({"w": got}, {"w": want}) == ("w", pytest.approx(999 / want.norm().item(), rel=1e-3))
     got[1, -1] = float("nan")
-    assert largest_error({"w": got}, {"w": want}) == ("w", float("inf")) and not is_finite(got)
+    assert largest_error({"w": got}, {"w": want}) == ("w", float("inf")) and telling(got) == (False, set())
 
 
-def test_numbers_whose_sum_is_out_of_range_are_finite():
-    assert is_finite(torch.tensor([3e38, 3e38])) and not is_finite(
-        torch.tensor([float("inf"), float("-inf")])
-    )
+def telling(*parts):
+    """Whether an entry of these parts should be finite, and whether it tells something."""
+    differences = Differences()
+    for part in parts:
+        differences.add("w", part, part)
+    return differences.are_of_numbers(), differences.telling()
+
+
+def test_what_tells_something():
+    zero, one, missing = torch.zeros(2), torch.tensor([0.0, 1.0]), torch.tensor([1.0, float("-inf")])
+    assert telling(zero, zero) == (True, set())
+    assert telling(zero, one) == telling(one, zero) == (True, {"w"})
+    assert telling(one, missing) == telling(missing, one) == (False, set())
+    for dtype in (
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    ):  # numbers whose squares are out of range are finite
+        assert telling(torch.full((2,), torch.finfo(dtype).max, dtype=dtype)) == (True, {"w"})
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_parts_of_an_entry_are_measured_together(split):
+    want, got = torch.tensor([1.0, 2e3, 3.0, 4.0]), torch.tensor([1.5, 2e3, 3.0, 4.0])
+    for near, far in ((want, got), (got, want)):
+        differences = Differences()
+        for a, b in zip(near.split(split), far.split(split), strict=True):
+            differences.add("w", a, b)
+        assert differences.largest() is None  # 0.5 of 1 alone, and of 2,000 together
+    differences.add("w", torch.tensor([1e3]), torch.tensor([0.0]))
+    assert differences.largest() == ("w", pytest.approx(0.5, rel=1e-3))
 
 
 def test_differences_beyond_the_range_of_the_dtype():

@@ -27,6 +27,15 @@ def flat(g: Tensor) -> Tensor:
     return g.unsqueeze(-1).flatten(1)
 
 
+# elements that are looked at one after the other: a copy of a large model's rows as a whole would take their memory once more
+_PIECE = 1 << 20
+
+
+def in_pieces(x: Tensor) -> Iterator[Tensor]:
+    """Vectors of the numbers of `x`, so many at a time; views where its memory allows."""
+    return (p for p in x.reshape(-1).split(_PIECE) if p.numel())
+
+
 def channels_last(x: Tensor) -> Tensor:
     """(b, (t s), c) from (b, t, c, *s)."""
     return x.unsqueeze(-1).flatten(3).movedim(2, 3).flatten(1, 2)

@@ -6,7 +6,7 @@ at a batch of one. The first example runs at copies of the parameters, and so do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -48,15 +48,21 @@ def grad_or_zeros(loss: Tensor, leaves: list[Tensor], create_graph: bool = False
     return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(leaves, grads, strict=True)]
 
 
+def one_by_one(
+    model: Bound, loss: LossFunction, at: Call, create_graph: bool = False
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """The definition: the loss and the gradients of one example at a time; gradients must be enabled."""
+    for _, given, value in _each(model, loss, at, aliased=False):
+        row = grad_or_zeros(value, [given.params[k] for k in at.trainable], create_graph)
+        _refuse_inner_backward(given)
+        yield value if create_graph else value.detach(), dict(zip(at.trainable, row, strict=True))
+
+
 def naive(model: Bound, loss: LossFunction, at: Call, create_graph: bool = False) -> Jacobian:
-    """One example at a time: the definition."""
-    losses, rows = [], []
+    """The loop over the examples."""
     with torch.enable_grad():
-        for _, given, value in _each(model, loss, at, aliased=False):
-            rows.append(grad_or_zeros(value, [given.params[k] for k in at.trainable], create_graph))
-            losses.append(value if create_graph else value.detach())
-            _refuse_inner_backward(given)
-    return _stacked(losses, rows, at, create_graph)
+        losses, rows = zip(*one_by_one(model, loss, at, create_graph), strict=True)
+    return _stacked(losses, [[*row.values()] for row in rows], at, create_graph)
 
 
 def multi(model: Bound, loss: LossFunction, at: Call, create_graph: bool = False) -> Jacobian:
@@ -84,10 +90,12 @@ def _refuse_inner_backward(at: Call) -> None:
         )
 
 
-def _stacked(losses: list[Tensor], rows: list[list[Tensor]], at: Call, create_graph: bool) -> Jacobian:
+def _stacked(
+    losses: Sequence[Tensor], rows: Sequence[list[Tensor]], at: Call, create_graph: bool
+) -> Jacobian:
     columns = zip(*rows, strict=True)
     by_name = {k: torch.stack(c) for k, c in zip(at.trainable, columns, strict=True)}
-    return Jacobian.of_rows(torch.stack(losses), by_name, create_graph)
+    return Jacobian.of_rows(torch.stack([*losses]), by_name, create_graph)
 
 
 LOOPS: dict[str, Callable[..., Jacobian]] = {"naive": naive, "multi": multi}

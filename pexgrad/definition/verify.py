@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..base import trees
-from ..base.compare import agree_nearby, is_finite, largest_error
+from ..base.compare import Differences, agree_nearby, largest_error
 from ..base.nodes import where
 from ..base.still import StandStill
 from ..errors import ANY_MODEL, LossError, MixedExamplesError, VerificationError
@@ -16,11 +16,10 @@ from ..inputs.arguments import Options
 from ..inputs.call import Call
 from ..inputs.rebind import Bound
 from ..losses.loss import LossFunction
-from ..operator.jacobian import Jacobian
 from ..pipeline import Pipeline
 from ..stages.mixing_by_shape import Mixing, first_mixing
 from ..stages.mixing_inside import mixing_inside
-from .strategies import grad_or_zeros, naive
+from .strategies import grad_or_zeros, one_by_one
 
 
 def verify(pipeline: Pipeline, model: Bound, call: Call, few: Call) -> frozenset[str]:
@@ -36,25 +35,48 @@ def verify(pipeline: Pipeline, model: Bound, call: Call, few: Call) -> frozenset
     with StandStill():
         at = two
         # changed parameters may lead the model's code another way, or leave its domain: then the given ones decide
-        want = _definition(pipeline, model, at) if trace.follows(at) else None
-        if want is None or not _finite(want.rows(last=True)):
+        compared = _compared(pipeline, model, at) if trace.follows(at) else None
+        if compared is None or not compared.rows.are_of_numbers():
             at = two.at(call.params).at_leaves()
-            want = _definition(pipeline, model, at)
-        _refuse_comparing(model, pipeline.losses.loss, at, want)
-        wrong = _wrong(pipeline, model, at, want)
+            compared = _compared(pipeline, model, at)
+        if compared.rows.are_of_numbers() and not compared.rows.telling():
+            _refuse_comparing(model, pipeline.losses.loss, at)
+        wrong = _wrong(pipeline, model, at, compared)
         if wrong is not None and not _agrees_elsewhere(pipeline, model, at, wrong[1]):
             raise VerificationError(_message(*wrong, differs_alone=not trace.serves(1)))
-        return frozenset(k for k, r in want.rows(last=True).items() if not (is_finite(r) and bool(r.any())))
+        return frozenset(call.trainable) - compared.rows.telling()
 
 
-def _definition(pipeline: Pipeline, model: Bound, at: Call) -> Jacobian:
-    return naive(model, pipeline.losses.loss, at)
+@dataclass(frozen=True)
+class _Compared:
+    """A pipeline's losses and rows beside the definition's."""
+
+    losses: Differences
+    rows: Differences
+
+    def largest(self) -> tuple[str, float] | None:
+        """The parameter, or "" for the losses, with the largest relative error that is more than rounding."""
+        return self.losses.largest() or self.rows.largest()
 
 
-def _refuse_comparing(model: Bound, loss: LossFunction, at: Call, want: Jacobian) -> None:
+def _compared(pipeline: Pipeline, model: Bound, at: Call, *, rounded: bool = False) -> _Compared:
+    """All that is compared; with `rounded`, beside what other rounding of the parameters does."""
+    points = (at, at.moved()) if rounded else (at,)
+    with torch.enable_grad():
+        definitions = [[*one_by_one(model, pipeline.losses.loss, point)] for point in points]
+    own, half = pipeline.jacobian(at, Options()), pipeline.trace.rounds_to_half()
+    found = _Compared(Differences(half), Differences(half))
+    for loss, same in zip(own.losses, zip(*definitions, strict=True), strict=True):
+        found.losses.add("", loss, *(value for value, _ in same))
+    for name, rows in own.rows_in_turn():  # of a large model, all rows together may have no room
+        for row, same in zip(rows, zip(*definitions, strict=True), strict=True):
+            found.rows.add(name, row, *(expected[name] for _, expected in same))
+    return found
+
+
+def _refuse_comparing(model: Bound, loss: LossFunction, at: Call) -> None:
     """Raise where no example has a gradient by itself, and the batch has one: the loss compares examples."""
-    small_first = sorted(want.rows(last=True).values(), key=Tensor.numel)
-    if at.batch < 2 or any(bool(r.any()) for r in small_first):
+    if at.batch < 2:
         return
     try:
         given = at.copied()
@@ -81,14 +103,13 @@ def _is_felt(g: Tensor, p: Tensor, value: Tensor) -> bool:
     )
 
 
-def _wrong(pipeline: Pipeline, model: Bound, at: Call, want: Jacobian) -> tuple[str, float] | None:
+def _wrong(pipeline: Pipeline, model: Bound, at: Call, compared: _Compared) -> tuple[str, float] | None:
     """The parameter whose rows differ the most from the definition's, and by how much; "" for the losses."""
-    got, half = pipeline.jacobian(at, Options()), pipeline.trace.rounds_to_half()
-    if _difference(got, want, half) is None:
+    if compared.largest() is None:
         return None
     # what is zero but for rounding (a sum of normalised values, say) differs by all there is of it
-    wrong = _difference(got, want, half, _definition(pipeline, model, at.moved()))
-    excused = wrong is not None and wrong[0] and _copies_agree(got.rows(last=True), pipeline, model, at)
+    wrong = _compared(pipeline, model, at, rounded=True).largest()
+    excused = wrong is not None and wrong[0] and _copies_agree(pipeline, model, at)
     return None if excused else wrong
 
 
@@ -99,19 +120,10 @@ def _agrees_elsewhere(pipeline: Pipeline, model: Bound, at: Call, error: float) 
         near = at.moved(part)
         if not pipeline.trace.follows(near):
             return False
-        want = _definition(pipeline, model, near)
-        return _finite(want.rows(last=True)) and _wrong(pipeline, model, near, want) is None
+        compared = _compared(pipeline, model, near)
+        return compared.rows.are_of_numbers() and _wrong(pipeline, model, near, compared) is None
 
     return agree_nearby(error, agrees)
-
-
-def _difference(
-    got: Jacobian, want: Jacobian, half: bool, rounded: Jacobian | None = None
-) -> tuple[str, float] | None:
-    def of(parts: Callable[[Jacobian], dict[str, Tensor]]) -> tuple[str, float] | None:
-        return largest_error(parts(got), parts(want), half, None if rounded is None else parts(rounded))
-
-    return of(lambda j: {"": j.losses}) or of(lambda j: j.rows(last=True))
 
 
 def refuse_mixing(pipeline: Pipeline) -> None:
@@ -143,19 +155,16 @@ def _what(found: Mixing) -> str:
     return f"{where(found.node)}, which looks at all examples of the batch at once"
 
 
-def _finite(rows: dict[str, Tensor]) -> bool:
-    return all(map(is_finite, rows.values()))
-
-
 # PyTorch's CPU batch-norm backward is wrong at batch size 1 for some memory layouts
 _WRONG_ALONE = {torch.ops.aten.batch_norm.default}
 
 
-def _copies_agree(rows: dict[str, Tensor], pipeline: Pipeline, model: Bound, at: Call) -> bool:
+def _copies_agree(pipeline: Pipeline, model: Bound, at: Call) -> bool:
     """Whether a kernel at batch size 1 is at fault: each row is a part of the gradient of its example taken several times."""
     graph, outputs = pipeline.program.module.graph, pipeline.losses.outputs
     if any(outputs.copied) or all(n.target not in _WRONG_ALONE for n in graph.nodes):
         return False
+    rows = pipeline.jacobian(at, Options()).rows(last=True)
     return all(
         _copies_agree_on({k: r[b] for k, r in rows.items()}, pipeline, model, at.take([b] * copies))
         for b in range(at.batch)

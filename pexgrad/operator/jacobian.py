@@ -144,6 +144,15 @@ class Jacobian:
             found = self._by_name(Component.rows, lambda _, p: p.new_zeros(self.batch, *p.shape))
             return self._named(apart(found, set() if last else self._memory()))
 
+    def rows_in_turn(self) -> Iterator[tuple[str, Tensor]]:
+        """Each name and its rows (B, *shape), of a few parameters at a time, in any order; to be read only."""
+        for c in self.components:
+            with self.working():
+                found = c.rows()
+            yield from found.items()
+        used = {k for c in self.components for k in c.leaves}
+        yield from ((k, p.new_zeros(self.batch, *p.shape)) for k, p in self.leaves.items() if k not in used)
+
     def _by_name(
         self, of: Callable[[Component], dict[str, Tensor]], zeros: Callable[[str, Tensor], Tensor]
     ) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..base.numerics import is_inexact
+from ..base.numerics import in_pieces, is_inexact
 from ..inputs.call import Call
 
 # batch sizes to try, in this order: three tell the parts of a fold apart
@@ -55,9 +55,11 @@ def draw(serves: Callable[[int], bool], call: Call, made_up: str) -> Call:
 
 def _jitter(p: Tensor, generator: torch.Generator) -> Tensor:
     fan_in = p[0].numel() if p.dim() > 1 and p.shape[0] else 100
-    p = p.detach()
-    scale = p.abs().mul_(0.1).add_(0.1 / max(1, fan_in) ** 0.5)
-    return torch.addcmul(p, normal_like(p, generator), scale).requires_grad_()  # in the memory layout of p
+    floor = 0.1 / max(1, fan_in) ** 0.5
+    jittered = p.detach().clone()  # in the memory layout of p, without gaps
+    for piece in in_pieces(jittered.as_strided((p.numel(),), (1,))):
+        piece.addcmul_(normal_like(piece, generator), piece.abs().mul_(0.1).add_(floor))
+    return jittered.requires_grad_()
 
 
 def _order(call: Call) -> list[int]:
