@@ -5,7 +5,6 @@ A question about the batch size that is asked here counts as the model's, for it
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import shapes
-from .fake_views import PLACES
 from .symbols import are_same
 
 aten = torch.ops.aten
@@ -31,11 +29,6 @@ def plain_result(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | N
             if contiguous and isinstance(args[0], FakeTensor)
             else None
         )
-    if func in PLACES and isinstance(args[0], FakeTensor):
-        place = None
-        with contextlib.suppress(IndexError):  # torch says which dimension there is not
-            place = PLACES[func](*args)
-        return None if place is None else shapes.seen_as(args[0], *place)
     return _RESULTS[func](*args) if func in _RESULTS else None
 
 

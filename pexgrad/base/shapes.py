@@ -24,8 +24,8 @@ def new_like(x: FakeTensor, shape: Any) -> FakeTensor:
     return FakeTensor(x.fake_mode, meta, x.device)
 
 
-def seen_as(x: FakeTensor, shape: Any, strides: Any = None, offset: Any = None) -> FakeTensor:
-    """`x.as_strided(shape, strides, offset)`; without strides `x.view(shape)` of what is contiguous."""
+def seen_as(x: FakeTensor, shape: Any) -> FakeTensor:
+    """`x.view(shape)` of what is contiguous."""
     with in_kernel_invocation_manager(x.fake_mode):
-        meta = x.as_strided(shape, make_contiguous_strides_for(shape) if strides is None else strides, offset)
+        meta = x.as_strided(shape, make_contiguous_strides_for(shape))
     return FakeTensor(x.fake_mode, meta, x.device)
