@@ -1,6 +1,7 @@
 """Fake tensors made from others directly, in a fraction of the steps that torch takes to the same.
 
-Apart from what uses them, so that a condition on the batch size that only their metadata needs is known by its place.
+In a file of their own: a question about the batch size is taken for one of metadata, on which no graph depends, by the file
+that it is asked from (see `fakes.computes_metadata`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A loss that gives one number, called for the batch, with the reductions in it taken for each example.
+"""A loss that gives one number, called once for the batch, with the reductions in it taken for each example.
 
-That is done where it gives what the definition gives on a few examples, where a graph of it shows that examples stay in their
-order whatever the numbers are, and for as long as the code goes the same steps.
+Three things have to hold: it gives what the definition gives on a few examples, a graph of it shows that examples stay in their
+order whatever the numbers are, and later calls go by the same steps.
 """
 
 from __future__ import annotations

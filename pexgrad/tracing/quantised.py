@@ -1,4 +1,4 @@
-"""Fake quantisation in operations that have a shape for every batch size, which torch's own kernels have not.
+"""Fake quantisation written out in simple operations: torch's own kernels have no shape function for a symbolic batch size.
 
     q = round(x / s) + z    y = s (clamp(q, low, high) - z)    dL/dx = dL/dy where low <= q <= high, 0 elsewhere
 

@@ -30,7 +30,7 @@ from ..inputs.rebind import Bound, uncached
 from .below import BELOW
 from .decompositions import DECOMPOSITIONS
 from .disguise import disguised
-from .inner import FORMS, cutting
+from .inner import ON_DERIVATIVES, cutting
 from .opaque import settle_hooks
 from .origins import module_paths, user_line
 from .outputs import FROM_GRAPH, stand_in
@@ -176,7 +176,7 @@ def _recorded(run: Callable[..., list[Tensor]], fakes: list[Tensor], *, below: b
     except Exception as e:
         raise TraceError(
             f"the model has no static graph: {type(e).__name__}: {first_line(e)}{user_line(e)}; "
-            f"{FORMS if below else _reason(e)}: {ANY_MODEL}"
+            f"{ON_DERIVATIVES if below else _reason(e)}: {ANY_MODEL}"
         ) from e
 
 
@@ -202,7 +202,7 @@ def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, reader: Reader, *, b
     )
     raise TraceError(
         f"{who} turns the batch size into a plain number, so that its graph holds for one batch size only; "
-        f"{FORMS if below else remedy}; {ANY_MODEL}"
+        f"{ON_DERIVATIVES if below else remedy}; {ANY_MODEL}"
     )
 
 
