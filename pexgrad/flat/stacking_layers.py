@@ -25,7 +25,7 @@ aten = torch.ops.aten
 @register(aten.bmm.default)
 def _bmm(operation: Any, m: int, a: Arguments) -> Any:
     left, right = (full(a[k], m).flatten(0, 1) for k in ("self", "mat2"))
-    if not left.shape[0]:
+    if not left.shape[0]:  # of nothing, `unflatten` cannot tell the parts
         return NotImplemented
     return Stacked(torch.bmm(left, right).unflatten(0, (m, -1)))
 

@@ -179,6 +179,7 @@ def _as_written(function: ScriptFunction, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_metadata(frame: FrameType | None) -> bool:
+    """Whether torch's shape functions ask: what they call between them and the question takes a few frames."""
     for _ in range(6):
         if frame is None:
             return False
