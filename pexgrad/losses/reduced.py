@@ -46,7 +46,7 @@ class Reduced:
     coefficients: list[Any]  # the latest that were the same for example 0 alone
 
     def losses(self, output: Any, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor | None:
-        """(B,); None where it is made of something else, fails, or takes unknown steps, as a coefficient may let it."""
+        """(B,); None where the loss has changed, fails, or goes by unknown steps, as another coefficient may make it."""
         if not self._is_same_code(batch):
             return None
         versions = [t._version for t in tensors]

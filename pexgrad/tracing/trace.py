@@ -52,7 +52,7 @@ class Trace:
     output_spec: pytree.TreeSpec
     guards: Guards
     readings: tuple[tuple[Reading, Answer], ...]
-    asked: list[Tensor]  # others that the model's code has asked for their shape, if not for their numbers
+    asked: list[Tensor]  # others that the model's code has used, if only for their shapes
     reads_numbers: bool  # whether Python code took numbers out of tensors, perhaps out of constants
     below: bool  # whether it was recorded below autograd, and below autocast
 
