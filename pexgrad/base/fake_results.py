@@ -23,14 +23,9 @@ aten = torch.ops.aten
 
 def plain_result(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
     """What the operation gives for these arguments; None where torch has to tell."""
-    if kwargs:
-        contiguous = func is aten.clone.default and kwargs == {"memory_format": torch.contiguous_format}
-        return (
-            shapes.new_like(args[0], args[0].shape)
-            if contiguous and isinstance(args[0], FakeTensor)
-            else None
-        )
-    return _RESULTS[func](*args) if func in _RESULTS else None
+    if func is aten.clone.default and kwargs == {"memory_format": torch.contiguous_format}:
+        return shapes.new_like(args[0], args[0].shape) if isinstance(args[0], FakeTensor) else None
+    return _RESULTS[func](*args) if func in _RESULTS and not kwargs else None
 
 
 def _linear(_: Any, x: Tensor, w: Tensor) -> Tensor | None:

@@ -54,10 +54,8 @@ def attribute_names(value: Any) -> frozenset[str]:
 
 def _named(name: str, value: Any, names: frozenset[str]) -> Reads:
     """A value that code reads, with those of its attributes that the code names."""
-    if isinstance(value, ModuleType):
-        return (
-            [] if is_module_installed(value) else [(name, value)]
-        )  # what is in it is looked up by its names
+    if isinstance(value, ModuleType):  # what is in it is looked up by its names
+        return [] if is_module_installed(value) else [(name, value)]
     return [(name, value), *_inside(name, value, names)[0]]
 
 

@@ -193,13 +193,13 @@ def _reason(e: Exception) -> str:
 def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, reader: Reader, *, below: bool) -> None:
     if batch not in env.replacements:
         return
-    by_code, inside = reader.fixed_at, f" (at {reader.fixed_in})" if reader.fixed_in else ""
-    who = f"the model (at {by_code})" if by_code else f"a function of torch that the model calls{inside}"
-    remedy = (
-        "keep it as x.shape[0] or len(x), without int(), range() or a loop over the examples"
-        if by_code
-        else "write it out in simpler operations, without a loop over the examples"
-    )
+    if reader.fixed_at:
+        who = f"the model (at {reader.fixed_at})"
+        remedy = "keep it as x.shape[0] or len(x), without int(), range() or a loop over the examples"
+    else:
+        inside = f" (at {reader.fixed_in})" if reader.fixed_in else ""
+        who = f"a function of torch that the model calls{inside}"
+        remedy = "write it out in simpler operations, without a loop over the examples"
     raise TraceError(
         f"{who} turns the batch size into a plain number, so that its graph holds for one batch size only; "
         f"{ON_DERIVATIVES if below else remedy}; {ANY_MODEL}"
