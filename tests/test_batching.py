@@ -55,6 +55,35 @@ def test_members_together_over_the_table(case):
     assert_same(got, want, 1e-9 if all(p.dtype == torch.float64 for p in stacked.values()) else 5e-2)
 
 
+def filled(p, x):
+    return (x @ p["w"]).masked_fill(x[:, :3] > 0, p["s"])
+
+
+def copied_to(p, x):
+    table = x.new_zeros(4, 3)
+    table.copy_(p["s"])
+    return x @ (table + p["w"])
+
+
+# with as many columns as members, among which a number of each member must not be spread
+NUMBERS = {
+    "added to a product": lambda p, x: x @ torch.addmm(p["s"], p["w"][:, :2], p["w"][:2]),
+    "added to a product with a factor": lambda p, x: x @ torch.addmm(p["s"], p["w"], p["w"][:3], beta=0.5),
+    "filled in": filled,
+    "copied": copied_to,
+    "place of the largest": lambda p, x: x @ (p["w"] * p["s"]) + (torch.arange(12) == p["w"].argmax())[:3],
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_members_together_with_a_number_of_each(name):
+    _, _, x, y = mlp()
+    stacked = {"w": torch.randn(3, 4, 3), "s": torch.randn(3)}
+    fn = pexgrad.per_example_grad(NUMBERS[name])
+    got = pexgrad.ensemble(fn, how="together")(stacked, x, y)
+    assert_same(got, pexgrad.ensemble(fn, how="one by one")(stacked, x, y))
+
+
 def test_members_with_numbers_of_their_own_are_called_one_by_one():
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 3))
     _, _, x, y = mlp()

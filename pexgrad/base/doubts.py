@@ -1,8 +1,9 @@
 """Doubts: tensors () that say whether a fast formula is too inaccurate for the numbers at hand, all of them read at once.
 
-In an ordinary call the numbers are there and are looked at. While a graph is recorded there are none: its recorder may collect
-the doubts (`noting_doubts`), and whoever runs the graph makes the ordinary call instead where one of them is true. Where nobody
-collects them, `may_ask` is false, and the code has to take a way that is always accurate.
+In an ordinary call the numbers are there, and `answers` looks at them. While a graph is recorded there are no numbers. Its
+recorder may collect the doubts (`noting_doubts`): they become a result of the graph, and whoever runs it makes the ordinary
+call instead where one of them is true. Where nobody collects them, `may_ask` is false, and the code has to take a way that
+is always accurate.
 """
 
 from __future__ import annotations

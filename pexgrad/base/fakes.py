@@ -92,7 +92,7 @@ class _Sizes(ShapeEnv):
 def symbolic_mode() -> tuple[FakeTensorMode, ShapeEnv]:
     """A mode of symbolic sizes, which may be 0 or 1 and share a symbol where they are equal; and its guards.
 
-    Not of a class of its own, for which `torch.while_loop` and its like would have no rule.
+    It is torch's class with a method replaced: for a subclass `torch.while_loop` and its like would have no rule.
     """
     env = _Sizes(duck_shape=True, specialize_zero_one=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)

@@ -1,6 +1,7 @@
 """Fake tensors made from others directly, in a fraction of the steps that torch takes to the same.
 
-Apart from what uses them, so that a condition on the batch size that only their metadata needs is known by its place.
+In a file of their own: a question about the batch size is taken for one of metadata, on which no graph depends, by the file
+that it is asked from (see `fakes.computes_metadata`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def new_like(x: FakeTensor, shape: Any) -> FakeTensor:
     return FakeTensor(x.fake_mode, meta, x.device)
 
 
-def seen_as(x: FakeTensor, shape: Any, strides: Any = None, offset: Any = None) -> FakeTensor:
-    """`x.as_strided(shape, strides, offset)`; without strides `x.view(shape)` of what is contiguous."""
+def seen_as(x: FakeTensor, shape: Any) -> FakeTensor:
+    """`x.view(shape)` of what is contiguous."""
     with in_kernel_invocation_manager(x.fake_mode):
-        meta = x.as_strided(shape, make_contiguous_strides_for(shape) if strides is None else strides, offset)
+        meta = x.as_strided(shape, make_contiguous_strides_for(shape))
     return FakeTensor(x.fake_mode, meta, x.device)

@@ -117,6 +117,7 @@ def _call(tensors: list[Tensor], name: str, template: str, cast: str) -> list[Te
     params, x, y, options, state = _filled(template, tensors)
     _refuse_changed(state, _state(transform, params))
     device = tensors[0].device.type
+    # also where it is off, it wants a dtype
     autocast = torch.autocast(device, getattr(torch, cast or "bfloat16"), enabled=bool(cast))
     # inside an operation autograd and tracing are switched off below any `enable_grad`
     with torch._C._ForceDispatchKeyGuard(*_usual_keys()), autocast:

@@ -87,24 +87,10 @@ def _through_graph(
     transform: Transform, method: Callable[..., Any], params: Params, x: Any, y: Any, options: dict[str, Any]
 ) -> Any:
     """A call with tensors of a `torch.func` transform or dual ones, with no autograd inside: through the flat graph."""
-    name = type(transform).__name__
-    if method.__name__ != "__call__":
-        raise InputError(
-            f"{method.__name__} takes plain tensors, not those of a torch.func transform or dual ones"
-        )
-    mask = options.get("mask")
-    given = [k for k, v in options.items() if v is not None and k != "mask"]
-    if given:
-        raise InputError(
-            f"{name} takes no {', '.join(given)}= inside a torch.func transform or forward-mode AD"
-        )
-    if modes.is_differentiated((params, x, y)) and not transform._options.create_graph:
-        raise InputError(
-            f"differentiating {name} in forward mode or with torch.func takes {name} with create_graph=True"
-        )
+    _refuse_what_graphs_lack(transform, method.__name__, (params, x, y), options)
     call = check_call(transform._model, params, x, y)
     further = ()
-    if mask is not None:
+    if (mask := options.get("mask")) is not None:
         transform._check_mask(call, mask)
         x, y = (_counted(tree, call, mask) for tree in (x, y))
         further = (mask,)
@@ -114,6 +100,23 @@ def _through_graph(
     values = [*replace(call, x=x, y=y).flat(), *further]
     with modes.without_autocast(values[0].device.type):
         return lowered.run(values)
+
+
+def _refuse_what_graphs_lack(
+    transform: Transform, method: str, given: tuple[Any, Any, Any], options: dict[str, Any]
+) -> None:
+    name = type(transform).__name__
+    if method != "__call__":
+        raise InputError(f"{method} takes plain tensors, not those of a torch.func transform or dual ones")
+    lacking = [k for k, v in options.items() if v is not None and k != "mask"]
+    if lacking:
+        raise InputError(
+            f"{name} takes no {', '.join(lacking)}= inside a torch.func transform or forward-mode AD"
+        )
+    if modes.is_differentiated(given) and not transform._options.create_graph:
+        raise InputError(
+            f"differentiating {name} in forward mode or with torch.func takes {name} with create_graph=True"
+        )
 
 
 def _wrapped(what: str) -> str:

@@ -66,9 +66,8 @@ def explain(pipeline: Pipeline | None, uses: Uses, strategy: str, call: Call) ->
 
 def _lines(pipeline: Pipeline, uses: Uses, params: dict[str, Tensor], size: dict[str, int]) -> Iterator[Line]:
     by_rows = _by_rows(params, [term for _, _, term in uses])
-    operands = {
-        id(operand): operand for _, operand, _ in uses
-    }  # one may come to a parameter on several paths
+    # one may come to a parameter on several paths
+    operands = {id(operand): operand for _, operand, _ in uses}
     times = Counter(k for operand in operands.values() for k in operand.params)
     for bound, operand, term in uses:
         node = bound.site.node

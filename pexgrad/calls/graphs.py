@@ -1,4 +1,4 @@
-"""The flat graphs of a transform's calls: recorded on demand, kept and looked up again, or forgotten."""
+"""The flat graphs of a transform's calls: recorded on demand, kept, and forgotten when what is written into them changes."""
 
 from __future__ import annotations
 

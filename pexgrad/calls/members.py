@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,21 +40,22 @@ def run_members(
         params, x, y = map(modes.recordable, (dict(params), x, y))
         one = (trees.map_tensors(lambda t: t[0], tree) if stacked_data else tree for tree in (x, y))
         call = check_call(fn._model, {k: p[0] for k, p in params.items()}, *one)
-        has_options = fn._options != Options(verify=fn._options.verify)
-        if most is not None and (has_options or call.bytes_of_rows() > most):
-            return None
-        try:
-            lowered = _graph(fn, call)
-        except (InputError, TraceError):
-            if most is None:
-                raise
-            return None
+        lowered = _graph(fn, call) if most is None else _graph_or_none(fn, call, most)
+    if lowered is None:
+        return None
     own = [Stacked(params[k].detach()) if k in params else p.detach() for k, p in call.params.items()]
     data = [*trees.tensors(trees.as_call(x)), *trees.tensors(y)]
     values = [*own, *call.buffers, *(map(Stacked, data) if stacked_data else data)]
     with torch.no_grad(), modes.without_autocast(call.params[next(iter(params))].device.type):
         flat = run_stacked(lowered.module, values, members)
     return pytree.tree_unflatten(flat, lowered.spec)
+
+
+def _graph_or_none(fn: Transform, call: Call, most: int) -> Lowered | None:
+    if fn._options == Options(verify=fn._options.verify) and call.bytes_of_rows() <= most:
+        with contextlib.suppress(InputError, TraceError):
+            return _graph(fn, call)
+    return None
 
 
 def _graph(fn: Transform, call: Call) -> Lowered:

@@ -1,4 +1,4 @@
-"""Whether what a transform is made of can be pickled, found out without writing its numbers."""
+"""Whether the model and the loss of a transform can be pickled, found out without writing their tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transforms return: of which parts, and how the results of parts of a batch become that of the whole."""
+"""What transforms return: the parts of a result, and how results of pieces of a batch are joined."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models and losses of which a recording is the same computation, whatever the values.
+"""Which models and losses a recorded graph can stand in for at every call, whatever the values.
 
-Other operations check values that a recording does not have, choose an algorithm for the batch at hand, draw random numbers,
-or call code of the user's. Other losses may do more than operations: keep a number, print, look at the time.
+These are lists of what is known to be safe. Other operations check values that a recording does not have, choose an algorithm
+for the batch at hand, draw random numbers, or call the user's code. Other losses may keep a number, print, or read a clock.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..base.nodes import is_differentiable, put_behind, use_instead, value
+from ..base.nodes import by_name, is_differentiable, put_behind, use_instead, value
 from .views import shorten_views
 
 aten = torch.ops.aten
@@ -37,8 +37,12 @@ def make_portable(graph: fx.Graph, *, differentiable: bool) -> None:
 
 _METHODS = {aten.sym_size.int: "size", aten.sym_numel.default: "numel"}
 
-# position, among the arguments of a slice and its relatives, of the dimension, which (start, end, step) follow
-_SLICES = {aten.slice.Tensor: 1, aten.slice_scatter.default: 2, aten.slice_backward.default: 2}
+# a slice and its relatives -> the operand that they give where the slice is everything
+_SLICES = {
+    aten.slice.Tensor: "self",
+    aten.slice_scatter.default: "src",
+    aten.slice_backward.default: "grad_output",
+}
 _TO_THE_END = torch.iinfo(torch.int64).max
 
 
@@ -93,22 +97,15 @@ def _same_as(node: fx.Node) -> Any:
             and list(before.shape) == list(after.shape)
         )
         return source if alike else None
-    at = _SLICES.get(node.target)  # type: ignore[arg-type]
-    if at is None:
+    if node.target not in _SLICES:
         return None
-    _, start, end, step = (*node.args[at:], *(0, 0, _TO_THE_END, 1)[len(node.args) - at :])
-    whole = start in (0, None) and end in (None, _TO_THE_END) and step == 1
-    if not whole:
-        # no number that large passes through vmap
-        node.args = tuple(
-            _end_of(node) if i == at + 2 and a == _TO_THE_END else a for i, a in enumerate(node.args)
-        )
-        return None
-    return node.args[1 if node.target is aten.slice_scatter.default else 0]
-
-
-def _end_of(node: fx.Node) -> Any:
-    return node.args[1][node.args[2]] if node.target is aten.slice_backward.default else None  # pyright: ignore
+    a = by_name(node.target, node.args, node.kwargs)
+    if a["start"] in (0, None) and a["end"] in (None, _TO_THE_END) and a["step"] == 1:
+        return a[_SLICES[node.target]]  # pyright: ignore[reportArgumentType]
+    if a["end"] == _TO_THE_END:  # no number that large passes through vmap
+        a["end"] = a["input_sizes"][a["dim"]] if "input_sizes" in a else None
+        node.args, node.kwargs = tuple(a.values()), {}
+    return None
 
 
 def _cut_gradients(graph: fx.Graph) -> None:

@@ -1,9 +1,9 @@
 """A flat graph run for many members at once: some of its inputs are stacked, with the members on dimension 0.
 
-A value that depends on a stacked input is `Stacked`, (m, *shape) for a member's (*shape); any other is computed once. An
-operation of stacked values is one call of an operation on all members where there is a rule for it, and a loop over the
-members where there is none: right either way. `torch.func.vmap` over the same graph is quicker (`ensemble` has the
-numbers); this way keeps functorch out, as all of the library does, and needs no rule of torch's for any operation.
+A value that depends on a stacked input is `Stacked`, (m, *shape) for a member's (*shape); any other is computed once. Where there
+is a rule for an operation on stacked values, it is one call for all members; where there is none, it is a loop over them.
+`torch.func.vmap` over the same graph is quicker (`ensemble` has the numbers); but the library does without functorch, and this
+way no operation needs a batching rule of torch's.
 """
 
 from __future__ import annotations

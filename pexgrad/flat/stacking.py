@@ -112,9 +112,11 @@ def split(tree: Any, m: int) -> Any:
     aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther,
     aten.tanh_backward.default, aten.threshold_backward.default, aten.sigmoid_backward.default,
     aten.gelu_backward.default, aten.silu_backward.default, aten.softplus_backward.default, aten.elu_backward.default,
-    aten.leaky_relu_backward.default, aten.hardtanh_backward.default, aten.detach.default, aten.copy.default,
+    aten.leaky_relu_backward.default, aten.hardtanh_backward.default, aten.detach.default,
 )  # fmt: skip
 def _elementwise(operation: Any, m: int, a: Arguments) -> Any:
+    if isinstance(a.get("value"), Stacked):  # what a mask is filled with may have no dimension
+        return NotImplemented
     rank = max(map(rank_of, _tensors(a)))
 
     def aligned(v: Tensor | Stacked) -> Tensor:
@@ -126,6 +128,11 @@ def _elementwise(operation: Any, m: int, a: Arguments) -> Any:
     if a.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
         a["memory_format"] = torch.preserve_format  # the formats are those of a member's rank
     return Stacked(called(operation, _map(aligned, a)))
+
+
+@register(aten.copy.default)
+def _copied(operation: Any, m: int, a: Arguments) -> Any:
+    return _elementwise(operation, m, a | {"self": Stacked(full(a["self"], m))})
 
 
 # --- along dimensions -------------------------------------------------------------------------------
@@ -151,6 +158,8 @@ _OF_NUMBERS = {aten.unsqueeze.default, aten.reshape.default, aten.stack.default}
 def _along_dimensions(operation: Any, m: int, a: Arguments) -> Any:
     if operation not in _OF_NUMBERS and not all(map(rank_of, _tensors(a))):
         return NotImplemented  # -1 is a dimension of a single number, but not of a stack of them
+    if operation is aten.argmax.default and a["dim"] is None:
+        return NotImplemented  # it takes one dimension, or all
 
     def moved(k: str, v: Any) -> Any:
         if k in _DIMS:

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 @register(aten.bmm.default)
 def _bmm(operation: Any, m: int, a: Arguments) -> Any:
     left, right = (full(a[k], m).flatten(0, 1) for k in ("self", "mat2"))
-    if not left.shape[0]:
+    if not left.shape[0]:  # of nothing, `unflatten` cannot tell the parts
         return NotImplemented
     return Stacked(torch.bmm(left, right).unflatten(0, (m, -1)))
 
@@ -43,8 +43,7 @@ def _product(operation: Any, m: int, a: Arguments) -> Any:
 @register(aten.addmm.default)
 def _addmm(operation: Any, m: int, a: Arguments) -> Any:
     bias = full(a["self"], m)
-    if bias.dim() == 2:
-        bias = bias[:, None]
+    bias = bias.reshape(m, *[1] * (3 - bias.dim()), *bias.shape[1:])
     left, right = (full(a[k], m) for k in ("mat1", "mat2"))
     return Stacked(torch.baddbmm(bias, left, right, beta=a["beta"], alpha=a["alpha"]))
 

@@ -1,8 +1,8 @@
 """Chains of views in a recorded graph, made short.
 
-Rules give tensors dimensions of size 1 and move them about as their formulas need them; recorded, these are most of a small
-model's operations. A chain of views that leaves the elements in their order is one view, and none where it ends in the shape
-that it began with; two permutations in a row are one.
+Rules add dimensions of size 1 and move dimensions as their formulas need them; recorded, that is half of a small model's
+operations. A chain of views that leaves the elements in their order becomes one view, or none where it ends in the shape that it
+began with. Two permutations in a row become one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is in an object that code holds: of a module, a container, settings, an array; and what cannot change.
+"""What is inside an object that code holds (a module, a container, settings, an array), and which values cannot change.
 
 What code itself reads is in `reads.py`.
 """

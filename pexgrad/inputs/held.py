@@ -14,8 +14,8 @@ _FEW = 64  # numbers of a tensor that are looked at
 class Held(NamedTuple):
     """A tensor as it was; where that matters, also how often it had been changed in place, and what was in it.
 
-    The latter for a few numbers: what is written by way of `.data`, or into an array of NumPy's in the same memory, counts as no
-    change.
+    The numbers are kept of small tensors only. They show changes that torch does not count: those by way of `.data`, or through
+    an array of NumPy's on the same memory.
     """
 
     tensor: Tensor

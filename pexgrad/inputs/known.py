@@ -1,7 +1,7 @@
-"""Code that knows a module by who it is: a table outside of the model, with its modules or the `id` of these for keys.
+"""Refuses code that looks a module up by its identity, in a table with modules or their `id()` for keys: `SCALES.get(self, 1.0)`.
 
-Every strategy runs copies of the modules around other parameters. A copy is not found in `SCALES.get(self, 1.0)`, or is taken for
-another one, and then the definition, which runs copies too, has the same wrong number.
+Every strategy runs copies of the modules around other parameters. A copy is not found in such a table, or is taken for another
+module; and the definition runs copies too, so that verification would see the same wrong number on both sides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What code changes of what it holds and reads, put back afterwards.
 
-A loss may keep something of itself: a list that it appends to, a running mean, a global. While a trace is made and checked it is
-called on made-up examples, and on tensors without numbers, of which nothing may stay.
+A loss may have a state: a list that it appends to, a running mean, a global. While a trace is made and checked, the loss is
+called on made-up examples and on tensors without numbers, and nothing of these may stay in its state.
 """
 
 from __future__ import annotations

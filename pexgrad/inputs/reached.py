@@ -1,6 +1,6 @@
-"""The code that code reaches: the functions, classes and methods of the user's that a function names, and those that these name.
+"""The code that a function reaches: the user's functions, classes and methods that it names, and those that these name in turn.
 
-And all names in it, out of its bytecode (`names.py`), by which `reads.py` looks up what it reads.
+And all names in that code, out of its bytecode (`names.py`), by which `reads.py` looks up what it reads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What code reads beside its arguments: the cells of its closure, its default arguments, and globals by their names.
 
-It goes in two steps. First all names are collected, out of the bytecode of a function and of every function, class and method of
-the user's that it reaches (`reached.py`). Then they are looked up: in cells, defaults and globals (`beside`),
-and among the attributes of each object that is found there (`_named`).
+In two steps. First all names are collected from the bytecode of a function, and of every function, class and method of the
+user's that it reaches (`reached.py`). Then they are looked up: in cells, defaults and globals (`beside`), and among the
+attributes of each object that is found there (`_named`).
 
 Only code of the user's own is looked into: libraries do not change their globals between two calls. Of a module or an
 object that code reads, only the attributes that it names count: a trainer's counter of steps leads to no new trace.
@@ -54,10 +54,8 @@ def attribute_names(value: Any) -> frozenset[str]:
 
 def _named(name: str, value: Any, names: frozenset[str]) -> Reads:
     """A value that code reads, with those of its attributes that the code names."""
-    if isinstance(value, ModuleType):
-        return (
-            [] if is_module_installed(value) else [(name, value)]
-        )  # what is in it is looked up by its names
+    if isinstance(value, ModuleType):  # what is in it is looked up by its names
+        return [] if is_module_installed(value) else [(name, value)]
     return [(name, value), *_inside(name, value, names)[0]]
 
 

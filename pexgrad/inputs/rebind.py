@@ -78,7 +78,7 @@ _OWN_WAYS = ("__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__re
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """`copy.deepcopy`, past what classes of the user's say of it: they may leave something out, for a file say."""
+    """`copy.deepcopy` that does not ask the user's classes how: what they say may be meant for files, and leave something out."""
     modules = [m for m in model.modules() if _has_own_way(m)]
     # one that leaves out what has no copy knows better
     objects = [o for o in walked(model).holders if _has_own_way(o) and _has_copy(vars(o), memo)]
@@ -90,7 +90,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _has_own_way(value: Any) -> bool:
-    """Whether an object's class says how to copy it; of one that is nothing but its attributes."""
+    """Whether the user's class says how to copy an object that is nothing but its attributes."""
     kind = type(value)
     if not hasattr(value, "__dict__") or own_members(kind).keys().isdisjoint(_OWN_WAYS):
         return False
@@ -109,7 +109,7 @@ def _has_copy(value: Any, memo: Mapping[int, Any]) -> bool:
 
 
 def _passing_for(t: Tensor, other: Tensor) -> Tensor:
-    """Another tensor, which code may ask whether it is a parameter, and for the attributes of the one that it stands for."""
+    """`other` in the place of `t`: code that asks finds a parameter where `t` is one, and the attributes of `t`."""
     kind, plain = type(t), nn.Parameter.__torch_function__
     if isinstance(t, nn.Parameter):
         vars(other)["_is_param"] = True

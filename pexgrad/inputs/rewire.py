@@ -1,7 +1,7 @@
-"""Functions that a copied module holds, around what there is a copy of.
+"""Makes the functions that a copied module holds refer to the copy.
 
-`copy.deepcopy` takes functions as they are: a hook that keeps an activation in `self.kept`, a forward behind a decorator, a
-list of layers in a closure would go on with the module that was copied.
+`copy.deepcopy` does not copy functions. A hook that keeps an activation in `self.kept`, a forward behind a decorator, or a
+function with a list of layers in its closure would go on working with the original module.
 """
 
 from __future__ import annotations

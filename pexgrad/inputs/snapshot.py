@@ -1,4 +1,4 @@
-"""What one walk through a model has found (see `walk.py`), to be compared with what others find."""
+"""What one walk through a model has found (see `walk.py`), to be compared with what another finds."""
 
 from __future__ import annotations
 

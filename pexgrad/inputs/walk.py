@@ -39,7 +39,7 @@ from .reached import names_in_code, names_in_forward, parts_of
 from .reads import attribute_names
 from .snapshot import END, Snapshot
 
-Names = Callable[[Any], frozenset[str]]  # in the code that may read an object
+NamesFor = Callable[[Any], frozenset[str]]  # an object -> the names in the code that may read it
 
 
 # lists that a recurrent layer keeps of its parameters: whoever replaces these makes new ones
@@ -145,7 +145,7 @@ class Walk:
         self.found.loose[len(self._marks)] = t
         self._marks.append(Tensor)
 
-    def values(self, items: Iterable[tuple[Any, Any]], names: Names = _no_names) -> None:
+    def values(self, items: Iterable[tuple[Any, Any]], names: NamesFor = _no_names) -> None:
         """What is held or read, and what containers, settings, modules and code among it hold and read in turn.
 
         Of any other object, the attributes that the code names. A container is what is in it: `torch.func.functional_call` gives
@@ -173,7 +173,7 @@ class Walk:
             else:
                 self._container(value, inside, names)
 
-    def _object(self, value: Any, names: Names) -> None:
+    def _object(self, value: Any, names: NamesFor) -> None:
         """An object, and those of its attributes that the code names."""
         kind, own = type(value), names(value)
         self._marks += (value, kind)
@@ -185,7 +185,7 @@ class Walk:
             self.values(held, functools.partial(_either, names, further))
             self._marks.append(END)
 
-    def _container(self, value: Any, inside: list[tuple[Any, Any]], names: Names) -> None:
+    def _container(self, value: Any, inside: list[tuple[Any, Any]], names: NamesFor) -> None:
         """A container, settings or code, and what is in it."""
         kind = type(value)
         self._seen.add(id(value))
@@ -221,8 +221,8 @@ class Walk:
         return held, self._reached[key]
 
 
-def _looked_up_once(names: Callable[[], frozenset[str]]) -> Names:
-    """Names that are the same for every object, and not asked for where there is none."""
+def _looked_up_once(names: Callable[[], frozenset[str]]) -> NamesFor:
+    """Names that are the same for every object, and are not looked up where there is no object."""
     known = functools.cache(names)
     return lambda _: known()
 
@@ -239,5 +239,5 @@ def _names_in_functions(held: Any) -> frozenset[str]:
     return frozenset[str]().union(*map(names_in_code, code))
 
 
-def _either(names: Names, further: frozenset[str], value: Any) -> frozenset[str]:
+def _either(names: NamesFor, further: frozenset[str], value: Any) -> frozenset[str]:
     return names(value) | further

@@ -1,7 +1,7 @@
-"""A loss that takes batches and gives each example its own numbers, (B, ...): called for the batch.
+"""A loss that takes batches and gives each example its own numbers, (B, ...): it is called once for the batch.
 
-Whether examples stay apart is found out once for each branch that its code takes: by a graph of it, or else by calling it for
-a few examples alone.
+Whether it keeps examples apart is found out for each branch that its code takes: by a graph of the loss, or, where it has none,
+by calling it for a few examples alone.
 """
 
 from __future__ import annotations

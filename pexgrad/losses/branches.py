@@ -1,8 +1,9 @@
-"""The branches that the code of a loss (B, ...) has taken, and how far it is known that examples stay apart on each.
+"""The branches that the code of a loss (B, ...) has taken, and for which batches it is known that examples stay apart on each.
 
-A number, a flag or a size of batch may lead a loss to another one at a later call (`if step > 1000`). That is noticed without a
-further call of the loss: what is computed there leaves other records in autograd. What autograd does not follow, a weight counted
-in the batch, calls other functions of torch; they are noted where the loss reads anything that may change.
+A number, a flag or the batch size may lead the loss to another branch at a later call (`if step > 1000`). The `form` of a call,
+the operations that autograd has recorded in it, tells its branch without a further call of the loss. Autograd does not record
+everything (not a weight that is counted in the batch, say), so where the loss reads anything that may change, the functions
+of torch that it calls count too.
 """
 
 from __future__ import annotations

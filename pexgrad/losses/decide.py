@@ -1,4 +1,4 @@
-"""Which way to the losses of a model's examples is taken, decided once, by what the output for a few examples tells."""
+"""How the losses of a model's examples are computed: decided once for each trace, from the output for a few examples."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def refuse_reading_parameters(losses: Tensor, at: Call, outputs: Iterable[Any] =
 
 
 def copied(y: Any) -> Any:
-    """`y` in memory of its own; a tensor of a class that a copy is not of is itself given."""
+    """`y` in memory of its own; a tensor whose copy would be of another class is passed on as it is."""
 
     def own(t: Tensor) -> Tensor:
         copy = t.clone()

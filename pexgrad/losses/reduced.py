@@ -1,7 +1,7 @@
-"""A loss that gives one number, called for the batch, with the reductions in it taken for each example.
+"""A loss that gives one number, called once for the batch, with the reductions in it taken for each example.
 
-That is done where it gives what the definition gives on a few examples, where a graph of it shows that examples stay in their
-order whatever the numbers are, and for as long as the code goes the same steps.
+Three things have to hold: it gives what the definition gives on a few examples, a graph of it shows that examples stay in their
+order whatever the numbers are, and later calls go by the same steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Reduced:
     coefficients: list[Any]  # the latest that were the same for example 0 alone
 
     def losses(self, output: Any, tensors: Sequence[Tensor], y: Any, batch: int) -> Tensor | None:
-        """(B,); None where it is made of something else, fails, or takes unknown steps, as a coefficient may let it."""
+        """(B,); None where the loss has changed, fails, or goes by unknown steps, as another coefficient may make it."""
         if not self._is_same_code(batch):
             return None
         versions = [t._version for t in tensors]

@@ -55,7 +55,7 @@ _MADE_OF = {
     **dict.fromkeys(_every("dot"), lambda x, y: (x * y).sum()),
     **dict.fromkeys(_every("dist"), lambda x, y, p=2: (x - y).norm(p=p)),
 }
-# with which torch's own code calls the functions of a tensor
+# what torch's own code spells out when it calls a function of a tensor: as good as not given
 _DEFAULTS = (
     ("p", "fro"),
     ("p", None),

@@ -1,4 +1,4 @@
-"""How much of each example's gradient goes into a clipped sum: ways to turn norms into weights.
+"""The weight of each example's gradient in a clipped sum, from its norm.
 
 For the sum over examples of w_b g_b to have bounded sensitivity C, what one example adds to it must have norm at most C:
 

@@ -1,7 +1,7 @@
-"""From a value that is computed from parameters back to these, along operations through which a factor stays a factor.
+"""From a value that is computed from parameters back to the parameters, through operations that turn a factor into a factor.
 
-Where all of them are such, the rows of a merged low-rank update, of a scale 1 + w or of a table of relative positions are never
-built at the size of the value. Elsewhere autograd takes what arrives at the value back (`pullback.py`).
+Where every operation on the way does, the rows of a merged low-rank update, of a scale 1 + w or of a table of relative positions
+are never built at the size of the value. Elsewhere autograd takes the value's rows or sums back (`pullback.py`).
 """
 
 from __future__ import annotations

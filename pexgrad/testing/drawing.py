@@ -108,12 +108,10 @@ def _draw_model(draw: DrawFn, kinds: tuple[str, ...], max_layers: int) -> ModelC
         shape: tuple[int, ...] = (draw(_up_to(4)),)
         layers.append(Layer("Embedding", (vocabulary, width)))
         inner = (*shape, width)
+    elif kind == "vector":
+        shape = inner = (draw(_up_to(5)),)
     else:
-        shape = inner = (
-            (draw(_up_to(5)),)
-            if kind == "vector"
-            else (draw(_up_to(2)), *(draw(st.integers(2, 5)) for _ in "hw"))
-        )
+        shape = inner = (draw(_up_to(2)), *(draw(st.integers(2, 5)) for _ in "hw"))
     for _ in range(draw(st.integers(0, max_layers))):
         layer = draw(st.sampled_from(_CHOICES[kind]))(draw, inner)
         layers.append(layer)

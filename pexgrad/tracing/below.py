@@ -1,4 +1,4 @@
-"""Operations that only a trace below autograd meets, as simpler ones that have rules, and derivatives of their own."""
+"""Operations that only a trace below autograd meets, as simpler ones that have rules and can be differentiated again."""
 
 from __future__ import annotations
 

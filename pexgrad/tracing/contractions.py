@@ -1,4 +1,4 @@
-"""Products of more than two tensors, or with a sum, as `einsum` of two, `bmm` and `matmul`, so that their rules apply."""
+"""Products of several tensors, or with a term added, as `einsum` of two, `bmm` and `matmul`, so that the rules of these apply."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models whose code asks whether it is being traced, and then computes something else than it otherwise would.
+"""For models whose code asks whether it is being traced, by `isinstance(x, FakeTensor)`, and then computes something else.
 
-A trace lets them know at first, for they may well avoid what has no graph then. Where it fails, it is made once more
-with a no for an answer. The only question that is meant is whether a tensor is a `FakeTensor`.
+The first trace answers truthfully, for the code may then avoid what has no graph. Where that trace fails, another one is made
+in which the answer is no.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def disguised(hidden: bool) -> Iterator[list[str]]:
     """Gives the files of code outside the libraries that has asked; with `hidden`, that code is told no."""
     asked: list[str] = []
 
-    class Asked(type(FakeTensor)):
+    class Asking(type(FakeTensor)):
         def __instancecheck__(cls, instance: Any) -> bool:
             filename = sys._getframe(1).f_code.co_filename
             if is_library(filename):
@@ -31,7 +31,7 @@ def disguised(hidden: bool) -> Iterator[list[str]]:
             asked.append(filename)
             return isinstance(instance, FakeTensor) and not hidden
 
-    class Stand(FakeTensor, metaclass=Asked):
+    class Stand(FakeTensor, metaclass=Asking):
         pass
 
     with mock.patch.object(torch._subclasses, "FakeTensor", Stand):

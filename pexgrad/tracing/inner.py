@@ -1,7 +1,7 @@
 """Derivatives and vmaps inside a model's own forward: forces from an energy, residuals of differential equations, scores.
 
-What autograd and `torch.func` compute there can be recorded below them alone, as operations of a graph that knows nothing of
-`detach` and `no_grad`. So a value that requires no gradient in the model's own run is cut off in that graph.
+What autograd and `torch.func` compute there can only be recorded below them, where `detach` and `no_grad` leave no trace. So
+wherever a value requires no gradient in the model's own run, a `detach` is put into the graph.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ..errors import ANY_MODEL, TraceError
 
 aten = torch.ops.aten
 
-# why there may be no graph
-FORMS = (
+# what a message says of derivatives that have no graph
+ON_DERIVATIVES = (
     "in a model's own forward, gradients of gradients (torch.autograd.grad, torch.func.grad, vjp) and torch.vmap mostly have a "
     "graph for every batch size, forward-mode derivatives (jvp, jacfwd, hessian) and Jacobians of Jacobians have none"
 )

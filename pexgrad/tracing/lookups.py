@@ -51,6 +51,7 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     """A table indexed by examples' ids along one or more dimensions that are next to one another, as if along its first."""
     at = [d for d, i in enumerate(indices) if i is not None]
     ids = [i for i in indices if i is not None]
+    # along the first dimension alone there is a rule already
     if not _is_table_lookup(x, ids) or at == [0] or at != list(range(at[0], at[-1] + 1)):
         return NotImplemented
     first, n = at[0], len(at)

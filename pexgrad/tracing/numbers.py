@@ -1,4 +1,4 @@
-"""Notices Python code that takes numbers out of tensors while it is traced: a trace has such numbers written into it."""
+"""Notices Python code that takes numbers out of tensors while it is traced: they are constants in the graph from then on."""
 
 from __future__ import annotations
 

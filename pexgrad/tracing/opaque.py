@@ -144,11 +144,9 @@ def traced_data() -> Iterator[None]:
     plain = torch._C.TensorBase.data
 
     def get(self: Tensor) -> Tensor:
-        return (
-            self.detach()
-            if isinstance(self, FakeTensor) and get_proxy_mode() is not None
-            else plain.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
-        )
+        if isinstance(self, FakeTensor) and get_proxy_mode() is not None:
+            return self.detach()
+        return plain.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     def set_(self: Tensor, data: Tensor) -> None:
         mode = get_proxy_mode()

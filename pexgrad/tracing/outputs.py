@@ -1,4 +1,4 @@
-"""What a trace keeps of the model's output beside tensors."""
+"""What a trace keeps of the parts of a model's output that are no tensors."""
 
 from __future__ import annotations
 

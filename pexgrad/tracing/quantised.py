@@ -1,8 +1,9 @@
-"""Fake quantisation in operations that have a shape for every batch size, which torch's own kernels have not.
+"""Fake quantisation written out in simple operations: torch's own kernels have no shape function for a symbolic batch size.
 
     q = round(x / s) + z    y = s (clamp(q, low, high) - z)    dL/dx = dL/dy where low <= q <= high, 0 elsewhere
 
-The scale s is a number in float32 as in the kernels, whatever x is in, and so is y with one scale for all.
+The scale s is a number in float32 as in the kernels, whatever x is in, and so is y with one scale for all. Half precision is left
+to the kernels, which round it at other places.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from ..inputs.rebind import Bound, uncached
 from .below import BELOW
 from .decompositions import DECOMPOSITIONS
 from .disguise import disguised
-from .inner import FORMS, cutting
+from .inner import ON_DERIVATIVES, cutting
 from .opaque import settle_hooks
 from .origins import module_paths, user_line
 from .outputs import FROM_GRAPH, stand_in
@@ -52,7 +52,7 @@ class Trace:
     output_spec: pytree.TreeSpec
     guards: Guards
     readings: tuple[tuple[Reading, Answer], ...]
-    asked: list[Tensor]  # others that the model's code has asked for their shape, if not for their numbers
+    asked: list[Tensor]  # others that the model's code has used, if only for their shapes
     reads_numbers: bool  # whether Python code took numbers out of tensors, perhaps out of constants
     below: bool  # whether it was recorded below autograd, and below autocast
 
@@ -176,7 +176,7 @@ def _recorded(run: Callable[..., list[Tensor]], fakes: list[Tensor], *, below: b
     except Exception as e:
         raise TraceError(
             f"the model has no static graph: {type(e).__name__}: {first_line(e)}{user_line(e)}; "
-            f"{FORMS if below else _reason(e)}: {ANY_MODEL}"
+            f"{ON_DERIVATIVES if below else _reason(e)}: {ANY_MODEL}"
         ) from e
 
 
@@ -193,16 +193,16 @@ def _reason(e: Exception) -> str:
 def _refuse_fixed_batch(env: ShapeEnv, batch: sympy.Symbol, reader: Reader, *, below: bool) -> None:
     if batch not in env.replacements:
         return
-    by_code, inside = reader.fixed_at, f" (at {reader.fixed_in})" if reader.fixed_in else ""
-    who = f"the model (at {by_code})" if by_code else f"a function of torch that the model calls{inside}"
-    remedy = (
-        "keep it as x.shape[0] or len(x), without int(), range() or a loop over the examples"
-        if by_code
-        else "write it out in simpler operations, without a loop over the examples"
-    )
+    if reader.fixed_at:
+        who = f"the model (at {reader.fixed_at})"
+        remedy = "keep it as x.shape[0] or len(x), without int(), range() or a loop over the examples"
+    else:
+        inside = f" (at {reader.fixed_in})" if reader.fixed_in else ""
+        who = f"a function of torch that the model calls{inside}"
+        remedy = "write it out in simpler operations, without a loop over the examples"
     raise TraceError(
         f"{who} turns the batch size into a plain number, so that its graph holds for one batch size only; "
-        f"{FORMS if below else remedy}; {ANY_MODEL}"
+        f"{ON_DERIVATIVES if below else remedy}; {ANY_MODEL}"
     )
 
 

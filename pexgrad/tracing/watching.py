@@ -87,7 +87,7 @@ def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None 
     return torch.affine_grid_generator(theta, size, bool(align_corners))
 
 
-# functions of torch whose Python code asks for the batch size, and others for them that do not; the model has run with the former
+# functions of torch whose Python code asks for the batch size -> the same without its checks, which the model has passed before
 _UNASKING: dict[Any, Callable[..., Any]] = {F.affine_grid: _affine_grid}
 
 
@@ -179,6 +179,7 @@ def _as_written(function: ScriptFunction, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_metadata(frame: FrameType | None) -> bool:
+    """Whether torch's shape functions ask: what they call between them and the question takes a few frames."""
     for _ in range(6):
         if frame is None:
             return False
