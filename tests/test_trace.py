@@ -158,6 +158,19 @@ def test_a_spatial_transformer_has_one_graph_for_every_batch_size(dims, align_co
     assert fn.trace_count == 1
 
 
+def test_code_that_asks_for_a_plain_tensor():
+    def forward(s, x):
+        h = s.first(x).as_subclass(torch.Tensor)
+        h.relu_()  # the view's memory is the value's own
+        return s.last(h)
+
+    model = Net(forward, first=nn.Linear(4, 6), last=nn.Linear(6, 5))
+    fn = pexgrad.per_example_grad(model)
+    for b in (5, 1, 2):
+        check(fn, model, torch.randn(b, 4), labels(b))
+    assert fn.trace_count == 1 and "as_subclass" not in vars(torch.Tensor)
+
+
 @pytest.mark.parametrize("forward", [measured, alone])
 def test_one_example_that_no_trace_serves_is_its_own_definition(forward):
     model = Net(forward, locate=nn.Linear(16, 6), tell=nn.Linear(16, 5))

@@ -13,6 +13,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C import TensorBase
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
@@ -50,6 +51,7 @@ def watching(batch: sympy.Symbol, reader: Reader) -> Iterator[list[sympy.Basic]]
             __enter__=in_this_thread(_without_gradients, torch.inference_mode.__enter__),
             __exit__=in_this_thread(_as_before, torch.inference_mode.__exit__),
         ),
+        mock.patch.object(Tensor, "as_subclass", in_this_thread(_as_subclass, Tensor.as_subclass)),
         mock.patch.object(nn.Module, "_apply", in_this_thread(_apply, nn.Module._apply)),
         mock.patch.object(nn.TransformerEncoder, "forward", _without_nesting(nn.TransformerEncoder.forward)),
         mock.patch.object(ScriptFunction, "__call__", in_this_thread(_as_written, ScriptFunction.__call__)),
@@ -144,6 +146,12 @@ def _as_before(mode: torch.inference_mode, *raised: Any) -> None:
 
 def _no_metadata(*_: Any) -> None:
     """In place of what torch notes of each value, in a fifth of the time of a trace, and nobody reads here."""
+
+
+def _as_subclass(t: Tensor, kind: type[Tensor]) -> Tensor:
+    """Of what stands for a plain tensor, a view: torch takes the numbers, of which a trace has none."""
+    is_plain = kind is Tensor and isinstance(t, FakeTensor)
+    return t.view_as(t) if is_plain else TensorBase.as_subclass(t, kind)
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
