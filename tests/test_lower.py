@@ -424,3 +424,39 @@ def test_no_examples_through_batch_norm():
         assert_same(graph(params, x[:b], y[:b]), fn(params, x[:b], y[:b]))
     stacked = {k: torch.stack([p.detach(), 2 * p.detach()]) for k, p in params.items()}
     assert torch.func.vmap(fn, (0, None, None))(stacked, x[:0], y[:0])["0.weight"].shape == (2, 0, 5, 4)
+
+
+def test_a_loss_of_distributions_whose_checks_read_numbers():
+    def loss(o, y):
+        posterior = torch.distributions.Normal(*o)
+        prior = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+        return torch.distributions.kl_divergence(posterior, prior).sum(1) - posterior.log_prob(y).sum(1)
+
+    model = Net(lambda s, x: (s.mean(x), s.spread(x).exp()), mean=nn.Linear(3, 2), spread=nn.Linear(3, 2))
+    params, x, y = named(model), torch.randn(5, 3), torch.randn(5, 2)
+    fn = pexgrad.per_example_grad(model, loss)
+    graph, want = fn.lower(params, x, y), pexgrad.per_example_grad(model, loss, strategy="naive")
+    for b in (5, 2, 1):
+        assert_same(graph(params, x[:b], y[:b]), want(params, x[:b], y[:b]))
+    alone = torch.func.vmap(lambda x, y: fn(params, x[None], y[None]))(x, y)
+    assert_same({k: r.squeeze(1) for k, r in alone.items()}, want(params, x, y))
+    with pytest.raises(ValueError, match="Expected parameter loc"):  # there are numbers to be checked
+        fn(params, x * torch.nan, y)
+
+
+@pytest.mark.parametrize(
+    "part", [slice(-2, None), slice(1, -1), slice(-9, 3), slice(2, 9), slice(-5, -1, 2), slice(4, 2)]
+)
+def test_parts_counted_from_the_end_that_are_written_to_under_vmap(part):
+    def forward(s, x):
+        out = torch.zeros(len(x), 6)
+        out[:, part] = s.first(x)[:, part]
+        return s.last(out + x)
+
+    model = Net(forward, first=nn.Linear(6, 6), last=nn.Linear(6, 3))
+    params, x, y = named(model), torch.randn(4, 6), torch.tensor([0, 2, 1, 1])
+    fn = pexgrad.per_example_grad(model)
+    two = {k: torch.stack([p.detach(), 2 * p.detach()]) for k, p in params.items()}
+    got = torch.func.vmap(fn, (0, None, None))(two, x, y)
+    for i in range(2):
+        assert_same({k: r[i] for k, r in got.items()}, fn({k: p[i] for k, p in two.items()}, x, y))

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from ..base.compare import agree_nearby, largest_error
 from ..base.doubts import noting_doubts
 from ..base.fakes import HINT, Guards, computes_metadata, fake_batch, quiet, symbolic_len, symbolic_mode
-from ..base.modes import differentiable_kernels, uncompiled
+from ..base.modes import differentiable_kernels, uncompiled, unvalidated
 from ..base.nodes import where
 from ..base.still import StandStill
 from ..base.symbols import expression
@@ -192,7 +192,7 @@ def _batchwise(conv_rule: str) -> str:
 def _make_graph(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
     try:
         # fused attention has no rule for vmap and no second derivative; its parts have both
-        with uncompiled(), symbolic_len(), differentiable_kernels(True):
+        with uncompiled(), unvalidated(), symbolic_len(), differentiable_kernels(True):
             record = make_fx(function, BACKWARD, tracing_mode="fake", _allow_non_fake_inputs=True)
             module = record(*fakes)
     except Exception as e:

@@ -102,10 +102,21 @@ def _same_as(node: fx.Node) -> Any:
     a = by_name(node.target, node.args, node.kwargs)
     if a["start"] in (0, None) and a["end"] in (None, _TO_THE_END) and a["step"] == 1:
         return a[_SLICES[node.target]]  # pyright: ignore[reportArgumentType]
-    if a["end"] == _TO_THE_END:  # no number that large passes through vmap
-        a["end"] = a["input_sizes"][a["dim"]] if "input_sizes" in a else None
-        node.args, node.kwargs = tuple(a.values()), {}
+    a["start"], a["end"] = _bounds(a)
+    node.args, node.kwargs = tuple(a.values()), {}
     return None
+
+
+def _bounds(a: dict[str, Any]) -> tuple[Any, Any]:
+    """Where a slice begins and ends, without numbers below zero or beyond the size, which vmap does not take."""
+    sizes = a["input_sizes"] if "input_sizes" in a else value(a["self"]).shape
+    n, start, end = sizes[a["dim"]], a["start"], a["end"]
+    if isinstance(n, int) and all(isinstance(k, int | None) for k in (start, end)):
+        start, end, _ = slice(start, end).indices(n)
+        return start, max(start, end)
+    if end == _TO_THE_END:
+        end = n if "input_sizes" in a else None
+    return start, end
 
 
 def _cut_gradients(graph: fx.Graph) -> None:
