@@ -88,3 +88,46 @@ def test_second_derivatives(kind, transform):
     model, x = MODELS[kind]()
     f, inputs = function_of(TRANSFORMS[transform](model), model, x)
     assert gradgradcheck(f, inputs, fast_mode=True)
+
+
+def by_its_gradient(s, x):
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    h = s.b(torch.tanh(s.a(x)))
+    (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+    return torch.cat([h, slope], 1)
+
+
+def by_another_way(s, x):
+    return s.b(s.a(x.sin() if x.requires_grad else x.cos()))
+
+
+def written_to(s, x):
+    x.mul_(2)
+    x[:, 0] += s.b.bias
+    return s.b(torch.tanh(s.a(x)))
+
+
+@pytest.mark.parametrize("forward", [by_its_gradient, by_another_way, written_to])
+def test_code_that_asks_whether_its_input_is_differentiated(forward):
+    model = Net(forward, a=nn.Linear(2, 5), b=nn.Linear(5, 1))
+    params = {k: p.detach().requires_grad_() for k, p in model.named_parameters()}
+    fn, naive = (
+        pexgrad.per_example_grad(model, loss=lambda o, y: o.square().sum(1), create_graph=True, strategy=s)
+        for s in ("crb", "naive")
+    )
+    for b in (3, 1, 4):
+        plain = torch.randn(b, 2)
+        for x in (plain, plain.clone().requires_grad_()):
+            given = x.detach().clone()
+            rows, want = fn(params, x, None), naive(params, x, None)
+            for k, r in rows.items():
+                torch.testing.assert_close(r, want[k])
+            if x.requires_grad:
+                found, expected = (
+                    torch.autograd.grad(sum(r.pow(3).sum() for r in each.values()), [x])[0]
+                    for each in (rows, want)
+                )
+                torch.testing.assert_close(found, expected)
+                assert expected.any()
+            assert torch.equal(x, given)
+    assert fn.trace_count == 2

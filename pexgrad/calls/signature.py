@@ -55,7 +55,7 @@ def _is_plain(v: Any) -> bool:
 def _describe(v: Any) -> Any:
     """What a trace depends on in an input leaf: everything of a tensor but its batch size, all that any other value holds."""
     if isinstance(v, Tensor):
-        return v.shape[1:], v.dtype, v.device, v.stride()[1:]
+        return v.shape[1:], v.dtype, v.device, v.stride()[1:], v.requires_grad
     if _is_plain(v):
         return exact(v)
     numbers = v.tobytes() if hasattr(v, "tobytes") else None  # of an array, which may change in place

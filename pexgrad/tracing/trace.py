@@ -117,12 +117,13 @@ def _above_or_below_autograd(model: Bound, call: Call, hint: int) -> Trace:
 
 def _trace(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = False) -> Trace:
     mode, env = symbolic_mode()
-    inputs = [fake_batch(mode, t, hint) for t in call.inputs()]
+    # code may ask whether an input is differentiated
+    inputs = [fake_batch(mode, t, hint).requires_grad_(t.requires_grad) for t in call.inputs()]
     batch = symbol_of(inputs[0].shape[0])
     seen: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
-        at = replace(call, y=None).around(flat, inputs[0].shape[0])
+        at = replace(call, y=None).around(flat, inputs[0].shape[0]).with_inputs(_writable)
         forward = model.at(at.params, dict(zip(call.module.buffers, at.buffers, strict=True)))
         args, kwargs = at.x
         with module_paths(forward), uncached(), asked:
@@ -134,6 +135,8 @@ def _trace(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = F
     reader = Reader(call, batch)
     with watching(batch, reader) as branches:
         gm = _recorded(run, [*call.fakes(mode), *inputs], below=below)
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    _use_instead_of_copies(nodes[len(nodes) - len(inputs) :])
     settle_hooks(gm.graph)  # one that was registered last has no use yet
     eliminate_dead_code(gm.graph)
     reader.settle(gm)
@@ -144,7 +147,6 @@ def _trace(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = F
         raise TraceError(
             "the model's output holds no tensor; return tensors, in any nesting of tuples, lists and dicts"
         )
-    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
     return Trace(
         graph=gm.graph,
         root=gm,
@@ -160,6 +162,20 @@ def _trace(model: Bound, call: Call, hint: int, asked: Asked, *, below: bool = F
         reads_numbers=bool(reader.numbers),
         below=below,
     )
+
+
+def _writable(t: Tensor) -> Tensor:
+    """An input that code may write to: a leaf that is differentiated takes nothing in place."""
+    return t.clone() if t.requires_grad else t
+
+
+def _use_instead_of_copies(inputs: list[fx.Node]) -> None:
+    """Without the copies that `_writable` makes; those that are written to are made anew in the end."""
+    for n in inputs:
+        if value(n).requires_grad:
+            for copy in [*n.users]:
+                copy.replace_all_uses_with(n)
+                n.graph.erase_node(copy)
 
 
 def _recorded(run: Callable[..., list[Tensor]], fakes: list[Tensor], *, below: bool) -> fx.GraphModule:
