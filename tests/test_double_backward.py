@@ -107,7 +107,20 @@ def written_to(s, x):
     return s.b(torch.tanh(s.a(x)))
 
 
-@pytest.mark.parametrize("forward", [by_its_gradient, by_another_way, written_to])
+def hooked(s, x):
+    if x.requires_grad:
+        x.register_hook(lambda g: 3 * g)
+    return s.b(torch.tanh(s.a(x)))
+
+
+def hooked_on_the_way(s, x):
+    h = 2 * x
+    if h.requires_grad:
+        h.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    return s.b(torch.tanh(s.a(h)))
+
+
+@pytest.mark.parametrize("forward", [by_its_gradient, by_another_way, written_to, hooked, hooked_on_the_way])
 def test_code_that_asks_whether_its_input_is_differentiated(forward):
     model = Net(forward, a=nn.Linear(2, 5), b=nn.Linear(5, 1))
     params = {k: p.detach().requires_grad_() for k, p in model.named_parameters()}
