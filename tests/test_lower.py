@@ -426,7 +426,10 @@ def test_no_examples_through_batch_norm():
     assert torch.func.vmap(fn, (0, None, None))(stacked, x[:0], y[:0])["0.weight"].shape == (2, 0, 5, 4)
 
 
-def test_a_loss_of_distributions_whose_checks_read_numbers():
+def test_a_loss_of_distributions_whose_checks_read_numbers(monkeypatch):
+    # torch.compile turns them off for good
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
     def loss(o, y):
         posterior = torch.distributions.Normal(*o)
         prior = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
