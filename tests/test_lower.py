@@ -439,7 +439,7 @@ def test_a_loss_of_distributions_whose_checks_read_numbers(monkeypatch):
     params, x, y = named(model), torch.randn(5, 3), torch.randn(5, 2)
     fn = pexgrad.per_example_grad(model, loss)
     graph, want = fn.lower(params, x, y), pexgrad.per_example_grad(model, loss, strategy="naive")
-    for b in (5, 2, 1):
+    for b in (5, 2, 3):
         assert_same(graph(params, x[:b], y[:b]), want(params, x[:b], y[:b]))
     alone = torch.func.vmap(lambda x, y: fn(params, x[None], y[None]))(x, y)
     assert_same({k: r.squeeze(1) for k, r in alone.items()}, want(params, x, y))
