@@ -231,3 +231,13 @@ def test_a_later_batch_at_which_the_model_fails_elsewhere(monkeypatch):
 
     monkeypatch.setattr(traces, "verify", out_of_domain)
     assert all(r.isfinite().all() for r in fn(params, *like_any).values())
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12, 1e30])
+def test_differences_are_found_at_any_size_of_numbers(size):
+    want = size * torch.randn(1000)
+    got = want.clone()
+    assert largest_error({"w": got}, {"w": want}) is None
+    got[3] += 0.1 * want.double().norm().float()
+    assert largest_error({"w": got}, {"w": want}) == ("w", pytest.approx(0.1, rel=1e-2))
+    assert telling(want) == telling(1e-30 * want / size) == (True, {"w"})

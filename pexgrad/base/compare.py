@@ -137,7 +137,19 @@ def _finite_norm(x: Tensor) -> float:
 
 def _joined(pieces: Iterable[Tensor]) -> float:
     """The norm of all numbers of the pieces."""
-    return math.hypot(*[float(torch.linalg.vector_norm(p, dtype=_wide(p))) for p in pieces])
+    return math.hypot(*map(_norm, pieces))
+
+
+# norms in float32 of which the squares are well within its range: it takes a fifth of the time
+_SMALL, _LARGE = 1e-15, 1e15
+
+
+def _norm(x: Tensor) -> float:
+    if x.dtype.to_real() == torch.float32:
+        norm = float(torch.linalg.vector_norm(x))
+        if _SMALL < norm < _LARGE:
+            return norm
+    return float(torch.linalg.vector_norm(x, dtype=_wide(x)))
 
 
 def _wide(x: Tensor) -> torch.dtype:
