@@ -116,11 +116,8 @@ def test_what_tells_something():
     assert telling(zero, zero) == (True, set())
     assert telling(zero, one) == telling(one, zero) == (True, {"w"})
     assert telling(one, missing) == telling(missing, one) == (False, set())
-    for dtype in (
-        torch.float16,
-        torch.float32,
-        torch.float64,
-    ):  # numbers whose squares are out of range are finite
+    # numbers whose squares are out of range are finite
+    for dtype in (torch.float16, torch.float32, torch.float64):
         assert telling(torch.full((2,), torch.finfo(dtype).max, dtype=dtype)) == (True, {"w"})
 
 

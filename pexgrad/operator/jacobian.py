@@ -141,26 +141,38 @@ class Jacobian:
                     lambda c: c.rows({k: into[k] for k in c.leaves}), lambda k, _: into[k].zero_()
                 )
                 return self._named(written)
-            found = self._by_name(Component.rows, lambda _, p: p.new_zeros(self.batch, *p.shape))
+            found = self._by_name(Component.rows, self._rows_of_zeros)
             return self._named(apart(found, set() if last else self._memory()))
 
     def rows_in_turn(self) -> Iterator[tuple[str, Tensor]]:
         """Each name and its rows (B, *shape), of a few parameters at a time, in any order; to be read only."""
-        for c in self.components:
+
+        def rows(c: Component) -> dict[str, Tensor]:
             with self.working():
-                found = c.rows()
-            yield from found.items()
-        used = {k for c in self.components for k in c.leaves}
-        yield from ((k, p.new_zeros(self.batch, *p.shape)) for k, p in self.leaves.items() if k not in used)
+                return c.rows()
+
+        return self._in_turn(rows, self._rows_of_zeros)
+
+    def _rows_of_zeros(self, _: str, p: Tensor) -> Tensor:
+        return p.new_zeros(self.batch, *p.shape)
 
     def _by_name(
         self, of: Callable[[Component], dict[str, Tensor]], zeros: Callable[[str, Tensor], Tensor]
     ) -> dict[str, Tensor]:
         """What the components have of each parameter, in the parameters' order; zeros for those that are not used."""
-        found: dict[str, Tensor] = {}
+        found = dict(self._in_turn(of, zeros))
+        return {k: found[k] for k in self.leaves}
+
+    def _in_turn(
+        self, of: Callable[[Component], dict[str, Tensor]], zeros: Callable[[str, Tensor], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The same, one component after the other."""
+        unused = dict(self.leaves)
         for c in self.components:
-            found |= of(c)
-        return {k: found[k] if k in found else zeros(k, p) for k, p in self.leaves.items()}
+            for k, found in of(c).items():
+                del unused[k]
+                yield k, found
+        yield from ((k, zeros(k, p)) for k, p in unused.items())
 
     def _named(self, results: dict[str, Tensor]) -> dict[str, Any]:
         """Nested as the parameters were."""
